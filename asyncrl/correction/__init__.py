@@ -1,0 +1,1 @@
+"""Off-policy correction as pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Rollouts: engines that write tokens, environments that use them, rewards that judge them."""

@@ -1,0 +1,129 @@
+"""What the rest of the library knows of an engine: it turns requests into tagged chunks and takes weights while paused."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import ConfigError
+from asyncrl.paths import RunPaths
+from asyncrl.types import Sampling, Status
+from asyncrl.weights.manifest import Manifest
+
+
+class Interruption(enum.Enum):
+    """What a weight update does to requests that are running."""
+
+    KEEP = "keep"
+    """They go on with the keys and values they have; later tokens are stamped `kv_fresh=False`."""
+    RECOMPUTE = "recompute"
+    """They go on with keys and values computed again under the new weights."""
+    DRAIN = "drain"
+    """They finish first; no new one starts meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; a run that needs more is refused at start."""
+
+    interruptions: frozenset[Interruption]
+    in_place_recompute: bool
+    """False: `pause(RECOMPUTE)` ends running requests with `Status.INTERRUPTED` and the session resubmits the prefix."""
+    per_request_seed: bool
+    per_request_temperature: bool
+    stop_strings: bool
+    bit_reproducible: bool
+    context_tokens: int
+    """Prompt plus completion may not exceed this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One completion to write. `tokens` is the prompt plus whatever was already written."""
+
+    request_id: str
+    tokens: NDArray[np.int32]
+    sampling: Sampling
+    """`max_new_tokens` is what is left of the budget."""
+    seed: int
+    """Of this request's random stream; ignored by engines without `per_request_seed`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Tokens one policy version sampled in a row; the last chunk of a request carries `finish`."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """log softmax(logits / temperature) of each token, [n] float32."""
+    policy_version: int
+    kv_fresh: bool
+    finish: Status | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """An engine holds `version`, proved by `state_hash`."""
+
+    version: int
+    state_hash: int
+    pause_s: float
+    """From the pause to the end of the apply."""
+    recomputed_tokens: int
+    """Tokens whose keys and values are computed again because of this update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """A live engine's answer."""
+
+    version: int
+    running_requests: int
+    peak_memory_bytes: int
+
+
+class Engine(Protocol):
+    """The contract; docs/interfaces.md has it in prose. `name` is unique in the run."""
+
+    name: str
+    capabilities: Capabilities
+
+    async def start(self, paths: RunPaths) -> None:
+        """Bring the engine up from its model folder; called once, before anything else. The first apply is an anchor."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Chunks in order, the last with `finish`. Closing the iterator cancels the request. Waits while paused.
+
+        Raises EngineError (final: the request cannot succeed) or ChildDied.
+        """
+
+    async def pause(self, kind: Interruption) -> None:
+        """Returns when no token can be sampled and every sampled one has been delivered. Raises AbortNotHonoured."""
+
+    async def apply(self, manifest: Manifest) -> Ack:
+        """Verify, then write the weights; only while paused. Raises WrongBase or WeightSyncError; the version stays then."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+    async def health(self) -> Health:
+        """Raises ChildDied when the engine is gone."""
+
+    async def close(self) -> None:
+        """Leaves no process behind; safe to call twice."""
+
+
+def require(capabilities: Capabilities, sampling: Sampling, interruption: Interruption, *, engine: str) -> None:
+    """Raise ConfigError when the run needs what the engine lacks."""
+    if interruption not in capabilities.interruptions:
+        raise ConfigError("weights.interruption", value=interruption.value,
+                          allowed=f"one of {sorted(kind.value for kind in capabilities.interruptions)} with {engine}",
+                          remedy="Choose another interruption or another engine.")
+    if sampling.stop and not capabilities.stop_strings:
+        raise ConfigError("sampling.stop", value=sampling.stop, allowed=f"no stop strings with {engine}",
+                          remedy="End completions with an end-of-sequence token, or choose an engine that has stop strings.")

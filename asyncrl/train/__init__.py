@@ -1,0 +1,1 @@
+"""Training: packed batches, one global denominator, FSDP2 over any number of ranks."""

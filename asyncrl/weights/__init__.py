@@ -1,0 +1,1 @@
+"""Weight sync: what changed, in checkpoint coordinates, proved on both ends."""
