@@ -1,0 +1,56 @@
+"""References to functions in configuration files: `package.module:name`, or `file.py:name` beside the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def resolve_reference(reference: str, *, base: Path, field: str) -> str:
+    """The reference with its file made absolute against `base`. Raises ConfigError when the form or the file is wrong."""
+    place, colon, name = reference.rpartition(":")
+    if not colon or not place or not name.isidentifier():
+        raise ConfigError(field, value=reference, allowed="'package.module:function' or 'file.py:function'",
+                          remedy="Lambdas and bound objects cannot be named in a file; write a module-level function.")
+    if not place.endswith(".py"):
+        return reference
+    path = (base / place).resolve()
+    if not path.is_file():
+        raise ConfigError(field, value=reference, allowed="a file that exists", remedy=f"Looked for {path}.")
+    return f"{path}:{name}"
+
+
+def load_function(reference: str, *, field: str) -> Callable[..., Any]:
+    """Import what a resolved reference names. Raises ConfigError when it is missing or not callable."""
+    place, _, name = reference.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except ImportError as error:
+        raise ConfigError(field, value=reference, allowed="an importable module", remedy=f"Importing failed: {error}.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ConfigError(field, value=reference, allowed=f"a function that {place} defines", remedy=f"It defines {known}.")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    name = f"asyncrl_recipe_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

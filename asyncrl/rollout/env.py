@@ -1,0 +1,168 @@
+"""Environments talk to the policy in tokens; the session records every token as it comes and never re-tokenises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.accounting import Ledger
+from asyncrl.errors import ChildDied, EngineError
+from asyncrl.rollout.engine import Chunk, GenerationRequest
+from asyncrl.rollout.reward import RewardPool
+from asyncrl.rollout.router import Router
+from asyncrl.rollout.seeds import derive_seed
+from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.types import Prompt, Sampling, Sequence, SequenceBuilder, Status
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What the policy wrote in answer to one `Session.generate`."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an environment reports at the end of a rollout."""
+
+    status: Status
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward_s: float = 0.0
+
+
+class Session:
+    """The policy as one rollout sees it. Records tokens, logprobs and versions of every turn.
+
+    `generate(tokens)` takes the whole history as token ids. Where it extends what is recorded, the new tokens are noted as
+    given; where it contradicts it (a template that rewrites history), a new sequence starts and the fork is counted.
+    """
+
+    def __init__(self, router: Router, *, key: str, seed: int, sampling: Sampling, ledger: Ledger) -> None:
+        self.key, self.sampling = key, sampling
+        self._router, self._seed, self._ledger = router, seed, ledger
+        self._done: list[Sequence] = []
+        self._builder: SequenceBuilder | None = None
+        self._turn = 0
+        self._requests = 0
+
+    @property
+    def forks(self) -> int:
+        """How often history was rewritten."""
+        return len(self._done)
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Everything recorded so far, checked."""
+        return (*self._done, self._builder.build()) if self._builder else tuple(self._done)
+
+    async def generate(self, tokens: SequenceOf[int], sampling: Sampling | None = None) -> Turn:
+        """One completion after `tokens`. Survives interruption: prefix, remaining budget and versions carry over.
+
+        Raises EngineError when the engine refuses, ChildDied when no engine is left; `finish` PROMPT_TOO_LONG when the
+        context has no room for a single token.
+        """
+        sampling = sampling or self.sampling
+        builder = self._open(tokens)
+        start = len(builder)
+        budget = min(sampling.max_new_tokens, self._router.context_tokens - start)
+        if budget < 1:
+            return Turn(np.zeros(0, np.int32), np.zeros(0, np.float32), Status.PROMPT_TOO_LONG)
+        finish: Status | None = None
+        while finish in (None, Status.INTERRUPTED):
+            left = budget - (len(builder) - start)
+            finish = await self._stream(builder, dataclasses.replace(sampling, max_new_tokens=left)) if left > 0 else Status.LENGTH
+        self._turn += 1
+        written = builder.build()
+        return Turn(written.tokens[start:], written.rollout_logprobs[start:], finish or Status.LENGTH)
+
+    async def _stream(self, builder: SequenceBuilder, sampling: Sampling) -> Status:
+        request = GenerationRequest(request_id=f"{self.key}.{self._requests}", tokens=builder.tokens, sampling=sampling,
+                                    seed=derive_seed(self._seed, self._requests))
+        self._requests += 1
+        written = 0
+        try:
+            async for chunk in self._router.generate(request):
+                written += len(chunk.tokens)
+                if written > sampling.max_new_tokens:
+                    raise EngineError(f"request {request.request_id}: engine wrote {written} tokens, budget {sampling.max_new_tokens}")
+                self._record(builder, chunk)
+                if chunk.finish is not None:
+                    return chunk.finish
+        except ChildDied:
+            if not self._router.serving:
+                raise
+            return Status.INTERRUPTED
+        raise EngineError(f"request {request.request_id}: the engine's stream ended without a finish reason")
+
+    def _record(self, builder: SequenceBuilder, chunk: Chunk) -> None:
+        if chunk.finish is Status.NONFINITE_LOGPROB:
+            return
+        builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh, turn=self._turn)
+        self._ledger.generated(self.key, len(chunk.tokens))
+
+    def _open(self, tokens: SequenceOf[int]) -> SequenceBuilder:
+        history = np.asarray(tokens, dtype=np.int32)
+        if self._builder is not None:
+            known = self._builder.tokens
+            if len(history) >= len(known) and np.array_equal(history[:len(known)], known):
+                self._builder.given(history[len(known):], turn=self._turn)
+                return self._builder
+            self._done.append(self._builder.build())
+        self._builder = SequenceBuilder(history)
+        return self._builder
+
+
+class Env(Protocol):
+    """What a rollout does between prompt and outcome."""
+
+    def start(self, logs: Path, tokenizer: Tokenizer) -> None:
+        """Called once before anything else runs, so that forked workers inherit the user's functions."""
+
+    async def run(self, prompt: Prompt, session: Session) -> Outcome:
+        """One rollout. Raises RewardError, RewardTimeout or whatever the environment fails with; the worker counts it."""
+
+    async def close(self) -> None:
+        """Ends every worker."""
+
+
+class SingleTurn:
+    """One completion, judged by a reward: any callable, closures included, run in killable workers.
+
+    Args:
+        reward: `f(prompt: Prompt, completion: str) -> float`, or TRL's `f(prompts, completions, **columns) -> list[float]`;
+            several as a mapping from name to function, summed.
+        workers: reward processes.
+        timeout_s: deadline of one judgement; the worker that misses it is killed and replaced.
+    """
+
+    def __init__(self, reward: Callable[..., object] | Mapping[str, Callable[..., object]], *, workers: int = 1,
+                 timeout_s: float = 10.0, memory_bytes: int | None = None) -> None:
+        functions = reward if isinstance(reward, Mapping) else [reward]
+        self._pool = RewardPool(functions, workers=workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        self._tokenizer: Tokenizer | None = None
+
+    def start(self, logs: Path, tokenizer: Tokenizer) -> None:
+        """Fork the reward zygote."""
+        self._tokenizer = tokenizer
+        self._pool.start(logs)
+
+    async def run(self, prompt: Prompt, session: Session) -> Outcome:
+        """Write one completion and judge it."""
+        assert self._tokenizer is not None, "start() comes first"
+        turn = await session.generate(prompt.tokens)
+        if turn.finish.is_error:
+            return Outcome(turn.finish)
+        rewards = await self._pool.score(prompt, self._tokenizer.decode(turn.tokens), turn.tokens.tolist())
+        return Outcome(turn.finish, rewards)
+
+    async def close(self) -> None:
+        """End the reward workers."""
+        await self._pool.close()

@@ -1,0 +1,77 @@
+"""Configuration of the task: where prompts come from, what the environment does, what is evaluated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FunctionPrompts(_Section):
+    """Prompts that a function yields: `function(**arguments) -> Iterable[Prompt]`."""
+
+    kind: Literal["function"] = "function"
+    function: str
+    """`file.py:name` beside the recipe, or `module:name`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    epochs: int | None = Field(default=None, ge=1)
+    """How often to go through the data; None as long as the run asks."""
+
+
+class JsonlPrompts(_Section):
+    """Prompts of a JSONL file: text under `prompt`, other keys are columns for the reward."""
+
+    kind: Literal["jsonl"]
+    path: str
+    epochs: int | None = Field(default=None, ge=1)
+
+
+PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts, Field(discriminator="kind")]
+
+
+class SingleTurnConfig(_Section):
+    """One completion, one judgement in a killable worker."""
+
+    kind: Literal["single_turn"] = "single_turn"
+    reward: str
+    """`file.py:name` or `module:name` of the reward function."""
+    workers: int = Field(default=1, ge=1)
+    timeout_s: float = Field(default=10.0, gt=0)
+    memory_bytes: int | None = Field(default=None, ge=1)
+    """Address space a reward worker may take; None leaves it unbounded."""
+
+
+EnvConfig = Annotated[SingleTurnConfig, Field()]
+
+
+class NoEval(_Section):
+    """Nothing is evaluated."""
+
+    kind: Literal["none"] = "none"
+
+
+class PromptsEval(_Section):
+    """A fixed set of prompts, sampled on the run's engines at start, every N steps and at the end, outside the buffer."""
+
+    kind: Literal["prompts"]
+    prompts: PromptsConfig
+    every_steps: int = Field(default=25, ge=1)
+    limit: int = Field(default=256, ge=1)
+    """At most this many prompts of the set."""
+
+
+EvalConfig = Annotated[NoEval | PromptsEval, Field(discriminator="kind")]
+
+
+class ProbeConfig(_Section):
+    """The parity probe: a few rollouts of exactly the trainer's version are scored by the trainer before it steps."""
+
+    every_steps: int = Field(default=50, ge=1)
+    prompts: int = Field(default=8, ge=1)
+    """How many rollouts are scored."""
+    max_mean_gap: float = Field(default=0.02, gt=0)
+    """Largest mean |engine logprob − trainer logprob| in nats. Float32 engines stay under 1e-4, bfloat16 under 1e-2."""

@@ -1,0 +1,33 @@
+"""Text to tokens and back in the controller, without torch: the model folder's own `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from asyncrl.errors import ConfigError
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face model folder.
+
+    `encode` applies the folder's post-processor once, so a tokenizer that adds a beginning-of-sequence token adds exactly one.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError("model", value=str(folder), allowed="a Hugging Face model folder with a tokenizer.json",
+                              remedy="Save the tokenizer beside the weights (tokenizer.save_pretrained(folder)).")
+        self._tokenizer = FastTokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text`, special tokens as the folder prescribes."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
+        """Text of `tokens` without special tokens."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)

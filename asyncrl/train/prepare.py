@@ -1,0 +1,123 @@
+"""Makes the model folder a run starts from, in a child: the model function, then the warm-up, cached by what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError, RunAborted
+from asyncrl.functions import load_function
+from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelConfig, ModelFunction, NoWarmUp, WarmUpConfig
+
+
+def cache_key(model: ModelConfig, warm_up: WarmUpConfig) -> str:
+    """Changes with every setting, and with the source of every file the settings name."""
+    digest = hashlib.sha256()
+    for section in (model, warm_up):
+        digest.update(section.model_dump_json().encode())
+        for value in section.model_dump().values():
+            place = str(value).rpartition(":")[0]
+            if place.endswith(".py") and Path(place).is_file():
+                digest.update(Path(place).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def serve(channel: Any, spec: dict[str, Any]) -> None:
+    """Child entry: spec holds `model`, `warm_up` and `folder`; answers one `prepare` call with what was done."""
+    from pydantic import TypeAdapter
+
+    from asyncrl.channel import serve_calls
+
+    model = TypeAdapter(ModelConfig).validate_python(spec["model"])
+    warm_up = TypeAdapter(WarmUpConfig).validate_python(spec["warm_up"])
+    channel.ready({})
+    serve_calls(channel, {"prepare": lambda _: prepare(model, warm_up, folder=Path(spec["folder"]))})
+
+
+def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[str, float]:
+    """Write the prepared model to `folder` (appears whole or not at all). Returns steps, accuracy and loss of the warm-up."""
+    building = folder.with_name(f"{folder.name}.{os.getpid()}")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    try:
+        if isinstance(model, ModelFunction):
+            load_function(model.function, field="model.function")(building, **model.arguments)
+        else:
+            shutil.copytree(model.path, building, dirs_exist_ok=True)
+        report = {} if isinstance(warm_up, NoWarmUp) else _warm_up(building, warm_up)
+        (building / "warm_up.json").write_text(json.dumps(report))
+        os.replace(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return report
+
+
+def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    tokenizer = _Examples(folder)
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    examples = load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments)
+    held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0)
+    accuracy = 0.0
+    for step in range(1, config.max_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * min(1.0, step / max(1, config.ramp_steps))
+        batch = tokenizer.rows(itertools.islice(examples, config.batch_size))
+        loss = -completion_logprobs(net, batch).sum() / (batch[1] >= 0).sum()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        if step % config.check_every_steps == 0:
+            with torch.no_grad():
+                accuracy = float(completion_logprobs(net, held_out).sum(-1).exp().mean())
+            if accuracy >= config.until_accuracy:
+                net.save_pretrained(folder)
+                return {"steps": step, "accuracy": accuracy, "loss": float(loss.detach())}
+    raise RunAborted(f"warm_up.until_accuracy = {config.until_accuracy} was not reached in max_steps = {config.max_steps} "
+                     f"(reached {accuracy:.3f}): raise max_steps, or ask for less")
+
+
+class _Examples:
+    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError("model", value=str(folder), allowed="a tokenizer with an end-of-sequence token",
+                              remedy="Set eos_token when the tokenizer is made.")
+
+    def rows(self, pairs: Iterator[tuple[str, str]]) -> tuple[Any, Any]:
+        """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned."""
+        import torch
+
+        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode(completion, add_special_tokens=False)) for prompt, completion in pairs]
+        width = max(len(prompt) + len(completion) + 1 for prompt, completion in encoded)
+        tokens = torch.full((len(encoded), width), self._tokenizer.eos_token_id)
+        labels = torch.full((len(encoded), width), -1)
+        for row, (prompt, completion) in enumerate(encoded):
+            ids = torch.tensor([*prompt, *completion, self._tokenizer.eos_token_id])
+            tokens[row, :len(ids)] = ids
+            labels[row, len(prompt):len(ids)] = ids[len(prompt):]
+        return tokens, labels
+
+
+def completion_logprobs(model: Any, batch: tuple[Any, Any]) -> Any:
+    """[N, L − 1] float32 logprob of each label at temperature 1, 0 where the label is −1. Right padding, causal attention."""
+    tokens, labels = batch
+    targets = labels[:, 1:]
+    logprobs = model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (targets >= 0)

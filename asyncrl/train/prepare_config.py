@@ -1,0 +1,60 @@
+"""Configuration of what happens before the first rollout: the model folder, and the warm-up."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelFolder(_Section):
+    """A Hugging Face folder: config.json, safetensors, tokenizer.json."""
+
+    kind: Literal["folder"] = "folder"
+    path: str
+
+
+class ModelFunction(_Section):
+    """A folder that a function writes: `function(folder: Path, **arguments)`. Made once and cached."""
+
+    kind: Literal["function"]
+    function: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+ModelConfig = Annotated[ModelFolder | ModelFunction, Field(discriminator="kind")]
+
+
+class NoWarmUp(_Section):
+    """RL starts from the model as it is."""
+
+    kind: Literal["none"] = "none"
+
+
+class CrossEntropyWarmUp(_Section):
+    """Cross-entropy on worked examples until the model is good enough to earn rewards. Cached by everything it depends on."""
+
+    kind: Literal["cross_entropy"]
+    examples: str
+    """`file.py:name` of a function `(seed, **arguments) -> Iterator[tuple[prompt text, completion text]]`, endless."""
+    held_out: str
+    """The same, finite: the set `until_accuracy` is measured on."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    until_accuracy: float = Field(gt=0, lt=1)
+    """Stop when sampling at temperature 1 would write the held-out completion exactly, with this mean probability."""
+    batch_size: int = Field(default=256, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    ramp_steps: int = Field(default=20, ge=0)
+    """Steps over which the learning rate rises to its value."""
+    check_every_steps: int = Field(default=5, ge=1)
+    max_steps: int = Field(default=3000, ge=1)
+    threads: int = Field(default=2, ge=1)
+    seed: int = 0
+
+
+WarmUpConfig = Annotated[NoWarmUp | CrossEntropyWarmUp, Field(discriminator="kind")]
