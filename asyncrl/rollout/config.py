@@ -1,0 +1,69 @@
+"""Configuration of sampling and of the embedded engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from asyncrl.types import Sampling
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingConfig(_Frozen):
+    """How completions are sampled; the fields of `asyncrl.types.Sampling`."""
+
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_new_tokens: int = Field(default=256, ge=1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_new_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    def build(self) -> Sampling:
+        """The same values as the data the engines take."""
+        return Sampling(**self.model_dump())
+
+
+class InlineEngineConfig(_Frozen):
+    """Batched generation in the calling process, bit-reproducible."""
+
+    kind: Literal["inline"] = "inline"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_batch_requests: int = Field(default=512, ge=1)
+    """Most requests of one wave; later ones wait for the next."""
+    context_tokens: int | None = Field(default=None, ge=2)
+    """Prompt plus completion; the model's own limit when left out."""
+
+
+class TransformersEngineConfig(_Frozen):
+    """Hugging Face continuous batching in a child process."""
+
+    kind: Literal["transformers"] = "transformers"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine."""
+    max_batch_tokens: int = Field(default=512, ge=16)
+    """Tokens of one forward. 512 was fastest on a CPU (benchmarks/engines); a GPU wants more."""
+    max_running_requests: int = Field(default=512, ge=1)
+    """Requests in the engine at once; later ones wait their turn in arrival order."""
+    kv_cache_tokens: int = Field(default=65_536, ge=256)
+    """Tokens the key-value cache holds. When it is full the newest requests are computed again later."""
+    context_tokens: int | None = Field(default=None, ge=2)
+    """Prompt plus completion; the model's own limit, or `kv_cache_tokens` if less, when left out."""
+    seed: int = 0
+    """Of the engine's one random stream; which request draws what from it depends on timing."""
+
+
+EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig, Field(discriminator="kind")]

@@ -1,0 +1,87 @@
+"""What a model folder says about the model, read without torch, and the requests that such a model cannot serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.rollout.engine import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The limits and end tokens of one model."""
+
+    folder: Path
+    context_tokens: int
+    """Prompt plus completion may not exceed this."""
+    vocab_size: int
+    eos_tokens: frozenset[int]
+    """Union of what config.json and generation_config.json name: either alone misses some models' turn ends."""
+
+
+def model_folder(model: str | Path) -> Path:
+    """The local folder of a model path or Hugging Face id; an id is fetched once into the hub's own cache.
+
+    Raises ConfigError when it is neither.
+    """
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    if Path(model).exists() or str(model).count("/") != 1:
+        raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id",
+                          remedy="Check the path; an id looks like Qwen/Qwen3-0.6B.")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+
+
+def read_facts(model: str | Path, *, context_tokens: int | None = None) -> ModelFacts:
+    """Facts of a model; `context_tokens` lowers its limit. Raises ConfigError when it would raise it."""
+    folder = model_folder(model)
+    config = _json(folder / "config.json")
+    text = config.get("text_config") or config
+    limit = int(text["max_position_embeddings"])
+    if context_tokens is not None and context_tokens > limit:
+        raise ConfigError("engine.context_tokens", value=context_tokens, allowed=f"at most the model's own {limit}",
+                          remedy="Lower it, or leave it out.")
+    sources = (config, text, _json(folder / "generation_config.json"))
+    eos = frozenset(token for source in sources for token in _token_ids(source.get("eos_token_id")))
+    return ModelFacts(folder, context_tokens or limit, int(text["vocab_size"]), eos)
+
+
+def refuse_unservable(request: GenerationRequest, facts: ModelFacts) -> None:
+    """Raise EngineError, final for the request, when an engine that samples softmax(logits / temperature) cannot serve it."""
+    where = f"request {request.request_id}"
+    sampling, tokens = request.sampling, request.tokens
+    biased = sampling.biased_fields() + (("stop",) if sampling.stop else ())
+    if biased:
+        raise EngineError(f"{where}: sampling.{biased[0]} = {getattr(sampling, biased[0])!r} is not supported by this engine")
+    try:
+        sampling.check(for_training=False)
+    except ConfigError as error:
+        raise EngineError(f"{where}: {error}") from error
+    if not 0 < len(tokens) < facts.context_tokens:
+        raise EngineError(f"{where}: {len(tokens)} prompt tokens, not between 1 and {facts.context_tokens - 1} (the context less one)")
+    low, high = int(np.min(tokens)), int(np.max(tokens))
+    if low < 0 or high >= facts.vocab_size:
+        raise EngineError(f"{where}: token {low if low < 0 else high} is outside the vocabulary of {facts.vocab_size}")
+
+
+def budget_tokens(request: GenerationRequest, facts: ModelFacts) -> int:
+    """How many tokens the request may still write: its own budget or what is left of the context."""
+    return min(request.sampling.max_new_tokens, facts.context_tokens - len(request.tokens))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _token_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
