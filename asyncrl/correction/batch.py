@@ -1,0 +1,99 @@
+"""What goes into a correction and what comes out of it, as packed tensors. Shapes are checked when they are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import NonFiniteError, ShapeError, StalenessError
+from asyncrl.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CorrectionBatch:
+    """All sequences of one optimizer batch, one after another. Where `loss_mask` is False any value may stand, NaN included.
+
+    Raises ShapeError when lengths, dtypes or devices disagree. `check` looks at the values.
+    """
+
+    rollout_logprobs: Tensor
+    """[T] float, of the distribution sampled from."""
+    proximal_logprobs: Tensor
+    """[T] float, under the trainer's weights at the start of the step."""
+    advantages: Tensor
+    """[T] float."""
+    loss_mask: Tensor
+    """[T] bool, sampled by the policy and trainable."""
+    turn_ids: Tensor
+    """[T] integer, −1 for the prompt."""
+    policy_versions: Tensor
+    """[T] integer, version that sampled the token, −1 where not sampled."""
+    cu_seqlens: Tensor
+    """[N + 1] integer offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])."""
+    group_ids: Tensor
+    """[N] integer."""
+    version: int
+    """Policy version the step trains from."""
+
+    def __post_init__(self) -> None:
+        tokens, sequences = self.loss_mask.numel(), self.group_ids.numel()
+        lengths = dict.fromkeys(("rollout_logprobs", "proximal_logprobs", "advantages", "loss_mask", "turn_ids", "policy_versions"), tokens)
+        lengths |= {"group_ids": sequences, "cu_seqlens": sequences + 1}
+        for name, length in lengths.items():
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != (length,):
+                raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, needs ({length},): [T] like loss_mask, or [N] like group_ids")
+            if tensor.device != self.loss_mask.device:
+                raise ShapeError(f"{name} is on {tensor.device}, loss_mask on {self.loss_mask.device}")
+        if self.loss_mask.dtype != torch.bool:
+            raise ShapeError(f"loss_mask is {self.loss_mask.dtype}, needs torch.bool")
+        for name in ("rollout_logprobs", "proximal_logprobs", "advantages"):
+            if not getattr(self, name).is_floating_point():
+                raise ShapeError(f"{name} is {getattr(self, name).dtype}, needs a floating dtype")
+        for name in ("turn_ids", "policy_versions", "cu_seqlens", "group_ids"):
+            dtype = getattr(self, name).dtype
+            if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+                raise ShapeError(f"{name} is {dtype}, needs an integer dtype")
+
+    def check(self) -> None:
+        """Raise unless the values are usable. Waits for the device, so call it once a step.
+
+        ShapeError: offsets that do not cover [0, T) in order, or a loss token nobody sampled. NonFiniteError: NaN or
+        infinity at a loss token. StalenessError: a loss token from a version the trainer has not reached.
+        """
+        self._check_offsets()
+        for name in ("rollout_logprobs", "proximal_logprobs", "advantages"):
+            values = getattr(self, name)
+            self._refuse(~torch.isfinite(values), NonFiniteError, f"{name} must be finite at every loss token", values)
+        versions = self.policy_versions
+        self._refuse(versions < 0, ShapeError, "loss_mask is set at a token that no policy version sampled", versions)
+        self._refuse(versions > self.version, StalenessError, f"a token is newer than version {self.version} of the trainer", versions)
+
+    def _check_offsets(self) -> None:
+        offsets, tokens = self.cu_seqlens, self.loss_mask.numel()
+        if int(offsets[0]) != 0 or int(offsets[-1]) != tokens or bool((offsets.diff() < 0).any()):
+            raise ShapeError(f"cu_seqlens must rise from 0 to T = {tokens}, got {offsets.tolist()}")
+
+    def _refuse(self, bad: Tensor, error: type[Exception], rule: str, values: Tensor) -> None:
+        bad = bad & self.loss_mask
+        if not bool(bad.any()):
+            return
+        index = int(bad.nonzero()[0])
+        sequence = int(torch.searchsorted(self.cu_seqlens, index, right=True)) - 1
+        place = f"index {index}, which is token {index - int(self.cu_seqlens[sequence])} of sequence {sequence}"
+        raise error(f"{rule}; got {values[index].item()} at {place} ({int(bad.sum())} such tokens)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corrected:
+    """Frozen result of a correction: no gradient flows into it, and the loss reads nothing else of the rollout policy."""
+
+    weights: Tensor
+    """[T] float32 (float64 for float64 input), bounded importance weights, 0 where `keep_mask` is False."""
+    keep_mask: Tensor
+    """[T] bool, loss tokens that survived."""
+    alpha: Tensor | None = None
+    """[T] interpolation towards the current logprobs where the proximal ones are approximated; None where they are computed."""
+    metrics: Metrics = field(default_factory=Metrics)

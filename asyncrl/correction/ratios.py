@@ -1,0 +1,48 @@
+"""Log-ratios, ratios and per-token divergence estimates.
+
+One convention everywhere: ℓ = log π_target − log π_sampled, tokens drawn from π_sampled. Computed in float32, or in float64
+where an input is float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.correction.presets import LOG_CLAMP
+from asyncrl.errors import ShapeError
+
+
+def masked_log_ratio(logprobs: Tensor, *, sampled_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[T] ℓ = logprobs − sampled_logprobs where `mask`, exactly 0 elsewhere; neither value nor gradient sees what the mask hides.
+
+    Not clamped: this is what divergences are measured on. Gradient flows through `logprobs` alone. Raises ShapeError.
+    """
+    if not logprobs.shape == sampled_logprobs.shape == mask.shape or logprobs.dim() != 1:
+        raise ShapeError(f"logprobs, sampled_logprobs and mask must be [T], got {tuple(logprobs.shape)}, "
+                         f"{tuple(sampled_logprobs.shape)}, {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise ShapeError(f"mask is {mask.dtype}, needs torch.bool")
+    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, sampled_logprobs.dtype), torch.float32)
+    return torch.where(mask, logprobs.to(dtype) - sampled_logprobs.detach().to(dtype), 0.0)
+
+
+def importance_ratio(log_ratio: Tensor, *, log_clamp: float = LOG_CLAMP) -> Tensor:
+    """exp(clamp(ℓ, ±log_clamp)): finite for every finite or infinite ℓ, NaN for NaN. The gradient is 0 beyond the clamp."""
+    return log_ratio.clamp(-log_clamp, log_clamp).exp()
+
+
+def kl_k1(log_ratio: Tensor) -> Tensor:
+    """−ℓ: unbiased for KL(π_sampled ‖ π_target), of either sign. J. Schulman 2020, "Approximating KL divergence"."""
+    return -log_ratio
+
+
+def kl_k2(log_ratio: Tensor) -> Tensor:
+    """ℓ² / 2: biased, low variance, never negative. J. Schulman 2020."""
+    return 0.5 * log_ratio.square()
+
+
+def kl_k3(log_ratio: Tensor, *, log_clamp: float = LOG_CLAMP) -> Tensor:
+    """e^ℓ − 1 − ℓ: unbiased for KL(π_sampled ‖ π_target), never negative. J. Schulman 2020. ℓ is clamped first."""
+    clamped = log_ratio.clamp(-log_clamp, log_clamp)
+    return torch.expm1(clamped) - clamped
