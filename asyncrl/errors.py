@@ -42,6 +42,10 @@ class ChildDied(AsyncRLError):
     """A child process ended while it was needed; the message says how it ended and its last lines."""
 
 
+class ProtocolError(AsyncRLError, ValueError):
+    """Bytes on a socket that are not one of our messages, or one over the size limits."""
+
+
 class RemoteError(AsyncRLError):
     """An operation failed inside a child; the message holds the child's own traceback."""
 
