@@ -1,0 +1,74 @@
+"""What the kernel does for our processes: they die with their parent, and how each ended is known."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_KIB = 1024
+_LAST_LINES = 20
+_LAST_BYTES = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended; `str()` says it in words."""
+
+    code: int
+    """Exit code, or minus the signal that killed it."""
+    peak_bytes: int
+    """Largest resident memory the kernel reports."""
+    asked: bool
+    """Whether we sent the signal ourselves."""
+    inherited_bytes: int = 0
+    """The starting process's own peak: the kernel counts it as the peak of what it executes."""
+
+    def __str__(self) -> str:
+        bound = "at most " if self.peak_bytes <= self.inherited_bytes else ""
+        peak = f"peak memory {bound}{self.peak_bytes / 1e6:.0f} MB"
+        if self.code >= 0:
+            return f"exit code {self.code}, {peak}"
+        how = f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        cause = ", on request" if self.asked else ", probable out of memory" if self.code == -signal.SIGKILL else ""
+        return f"{how}{cause}, {peak}"
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends; exits at once if that has already happened."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def require_main_thread() -> None:
+    """Raise RuntimeError off the main thread: the kernel ties a child's life to the thread that started it."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("start child processes from the main thread: they are killed when the thread that started them ends")
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+
+def reap(pid: int, *, asked: bool, inherited_bytes: int = 0) -> Exit:
+    """Wait for an ended child and take its resource use."""
+    _, status, usage = os.wait4(pid, 0)
+    return Exit(code=os.waitstatus_to_exitcode(status), peak_bytes=usage.ru_maxrss * _KIB, asked=asked, inherited_bytes=inherited_bytes)
+
+
+def last_lines(log: Path) -> str:
+    """The end of a log file, at most 20 lines, headed by its path."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LAST_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+    return "\n".join([f"last lines of {log}:", *lines]) if lines else f"{log} is empty"
