@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncrl.errors import WeightSyncError
+
 Mode = Literal["blk16", "bitmap", "dense"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous run of one checkpoint tensor: what one rank holds of it, in coordinates every rank and engine shares."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """As published; safetensors name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """Flat index of the first element in the whole tensor."""
+    length: int
+    """Elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,7 @@ class TensorEntry:
     length: int
     """Elements the piece covers."""
     count: int
-    """Elements that changed (`length` when dense)."""
+    """Elements that changed, whatever the mode; `length` in an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +98,45 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """The manifest `to_json` wrote. Raises ValueError, KeyError or TypeError on anything else."""
         raw: dict[str, Any] = json.loads(text)
-        parts = tuple(Part(**part) for part in raw.pop("parts"))
-        tensors = tuple(TensorEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in raw.pop("tensors"))
-        return cls(parts=parts, tensors=tensors, **raw)
+        return cls(**(raw | _parts_and_entries(raw, "tensors")))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPublication:
+    """What one rank wrote of a version; `merge` makes the manifest of all of them."""
+
+    version: int
+    base: int | None
+    parts: tuple[Part, ...]
+    entries: tuple[TensorEntry, ...]
+    """`part` counts within this rank."""
+    hash_share: int
+    """State hash of the rank's pieces after the update."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """A form JSON and msgpack can carry; `from_wire` gives the publication back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> RankPublication:
+        """The publication `to_wire` described."""
+        return cls(**(dict(wire) | _parts_and_entries(wire, "entries")))
+
+
+def merge(publications: Sequence[RankPublication], *, run_epoch: int, version: int, base: int | None) -> Manifest:
+    """The manifest of what all ranks wrote, in rank order. Raises WeightSyncError when a rank speaks of another version or base."""
+    parts: list[Part] = []
+    entries: list[TensorEntry] = []
+    for rank, publication in enumerate(publications):
+        if (publication.version, publication.base) != (version, base):
+            raise WeightSyncError(f"rank {rank} published version {publication.version} on base {publication.base}, "
+                                  f"not {version} on base {base}")
+        entries += [dataclasses.replace(entry, part=entry.part + len(parts)) for entry in publication.entries]
+        parts += publication.parts
+    state_hash = sum(publication.hash_share for publication in publications) % (1 << 64)
+    return Manifest(run_epoch=run_epoch, version=version, base=base, parts=tuple(parts), tensors=tuple(entries), state_hash=state_hash)
+
+
+def _parts_and_entries(raw: Mapping[str, Any], entries: str) -> dict[str, Any]:
+    return {"parts": tuple(Part(**part) for part in raw["parts"]),
+            entries: tuple(TensorEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in raw[entries])}

@@ -1,0 +1,31 @@
+"""Settings of weight sync. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class StoreConfig(BaseModel):
+    """Versions are files in the run's shared memory; engines pull them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["store"] = "store"
+
+
+class WeightsConfig(BaseModel):
+    """How new weights get from the trainer to the engines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    publish_every_steps: int = Field(default=1, ge=1)
+    """Engines see versions 0, k, 2k …"""
+    interruption: Literal["keep", "recompute", "drain"] = "keep"
+    """What an update does to running requests: go on with the old keys and values, with recomputed ones, or finish first."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of published parameters, rounded to nearest even from the trainer's float32. Buffers keep their own dtype."""
+    anchor_every_versions: int | None = Field(default=None, ge=1)
+    """Publish every n-th version whole instead of as a delta; None: the first alone, and whenever an engine needs one."""
+    transport: StoreConfig = StoreConfig()

@@ -1,0 +1,117 @@
+"""Runtime memory in published coordinates, and the check that a manifest fits it. NumPy only; nothing here writes by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.weights.codec import Bits, Changes, payload_bytes, word_dtype
+from asyncrl.weights.manifest import Manifest, TensorEntry
+
+_SHOWN = 3
+"""Names in an error message."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """One tensor of the runtime model, by its checkpoint name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """At runtime; safetensors name."""
+    memory: Bits
+    """The tensor's own memory, flat, as raw bits of `dtype`."""
+
+    def accepts(self, dtype: str) -> bool:
+        """Whether published `dtype` fits exactly and can be read back: the same one, or BF16 in F32."""
+        return dtype == self.dtype or (dtype, self.dtype) == ("BF16", "F32")
+
+    def view(self, dtype: str) -> Bits:
+        """The memory as published bits. BF16 is the upper half of F32, so no copy in the published dtype is kept."""
+        return self.memory if dtype == self.dtype else self.memory.view("<u2")[1::2]
+
+    def read(self, entry: TensorEntry, changes: Changes) -> Bits:
+        """Published bits now at the places `changes` names. Raises WeightSyncError when the memory holds what was never published."""
+        span = slice(entry.start, entry.start + entry.length)
+        if entry.dtype != self.dtype and np.any(self.memory.view("<u2")[0::2][span][changes.selection]):
+            raise WeightSyncError(f"{self.name} holds values that are no {entry.dtype}: something other than weight sync wrote to it")
+        return self.view(entry.dtype)[span][changes.selection]
+
+    def write(self, entry: TensorEntry, changes: Changes) -> None:
+        """Put `changes` in place and read them back. Raises WeightSyncError when memory does not hold them afterwards."""
+        span = slice(entry.start, entry.start + entry.length)
+        self.view(entry.dtype)[span][changes.selection] = changes.values
+        if entry.dtype != self.dtype:
+            self.memory.view("<u2")[0::2][span][changes.selection] = 0
+        if not np.array_equal(self.read(entry, changes), changes.values):
+            raise WeightSyncError(f"{self.name} does not hold what was written to it")
+
+
+def check_targets(targets: Mapping[str, Target]) -> None:
+    """Raise WeightSyncError unless all targets can be written and no two share memory."""
+    spans = sorted((target.memory.ctypes.data, target.memory.nbytes, name) for name, target in targets.items() if target.memory.size)
+    for (start, size, name), (following, _, other) in pairwise(spans):
+        if start + size > following:
+            raise WeightSyncError(f"{name} and {other} share memory: name tied weights once, as `checkpoint_tensors` does")
+    for target in targets.values():
+        if not target.memory.flags.writeable or target.memory.size != math.prod(target.shape):
+            raise WeightSyncError(f"{target.name} must be writable, contiguous memory of shape {target.shape}")
+
+
+def check_manifest(manifest: Manifest, targets: Mapping[str, Target], *, dtypes: Mapping[str, str] | None) -> None:
+    """Raise WeightSyncError unless every entry fits the runtime model and its part, without overlap; an anchor must cover all of it.
+
+    Args:
+        dtypes: published dtype of each tensor in the base, which a delta keeps; None for an anchor.
+    """
+    for entry in manifest.tensors:
+        _check_entry(entry, manifest, targets)
+        if dtypes is not None and dtypes[entry.name] != entry.dtype:
+            raise WeightSyncError(f"{entry.name} was published as {dtypes[entry.name]}, the delta has {entry.dtype}")
+    covered = _coverage(manifest)
+    if manifest.base is None:
+        short = [name for name, target in targets.items() if covered.get(name, 0) != target.memory.size]
+        if short:
+            raise WeightSyncError(f"anchor {manifest.version} leaves {len(short)} tensors unset or in part: {', '.join(short[:_SHOWN])} …")
+
+
+def _check_entry(entry: TensorEntry, manifest: Manifest, targets: Mapping[str, Target]) -> None:
+    target = targets.get(entry.name)
+    if target is None:
+        raise WeightSyncError(f"the runtime model has no tensor {entry.name}")
+    if entry.shape != target.shape:
+        raise WeightSyncError(f"{entry.name} was published with shape {entry.shape}, the runtime model has {target.shape}")
+    if not target.accepts(entry.dtype):
+        raise WeightSyncError(f"{entry.name} is published as {entry.dtype}, which does not fit {target.dtype} at runtime exactly and "
+                              "reversibly: publish in the runtime dtype, or BF16 for a F32 runtime")
+    if manifest.base is None and entry.mode != "dense":
+        raise WeightSyncError(f"{entry.name} is {entry.mode} in an anchor, which must be dense")
+    if not (entry.start >= 0 and entry.length > 0 and entry.start + entry.length <= target.memory.size):
+        raise WeightSyncError(f"{entry.name}: elements {entry.start} … {entry.start + entry.length} lie outside its {target.memory.size}")
+    if not 0 <= entry.part < len(manifest.parts):
+        raise WeightSyncError(f"{entry.name} names part {entry.part} of {len(manifest.parts)}")
+    expected = payload_bytes(entry.mode, length=entry.length, count=entry.count, itemsize=word_dtype(entry.dtype).itemsize)
+    if entry.bytes != expected or not 0 <= entry.offset <= manifest.parts[entry.part].bytes - entry.bytes:
+        raise WeightSyncError(f"{entry.name}: payload of {entry.bytes} bytes at {entry.offset} should have {expected} "
+                              f"inside a part of {manifest.parts[entry.part].bytes}")
+
+
+def _coverage(manifest: Manifest) -> dict[str, int]:
+    """Elements covered, by tensor. Raises WeightSyncError when an element is covered twice or a tensor has two dtypes."""
+    covered: dict[str, int] = {}
+    ordered = sorted(manifest.tensors, key=lambda entry: (entry.name, entry.start))
+    for name, entries in groupby(ordered, key=lambda entry: entry.name):
+        end, dtype = 0, None
+        covered[name] = 0
+        for entry in entries:
+            if entry.start < end or dtype not in (None, entry.dtype):
+                raise WeightSyncError(f"{name}: pieces overlap at element {entry.start}, or differ in dtype")
+            end, dtype = entry.start + entry.length, entry.dtype
+            covered[name] += entry.length
+    return covered

@@ -1,0 +1,106 @@
+"""Torch tensors as pieces of a checkpoint: names, coordinates, dtypes and raw bits, for FSDP2 shards and plain models alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from asyncrl.errors import NonFiniteError, WeightSyncError
+from asyncrl.weights.codec import Bits
+from asyncrl.weights.manifest import Piece
+
+PublishedDtype = Literal["bfloat16", "float32"]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+"""safetensors names."""
+
+_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by checkpoint name: what `save_pretrained` would keep, tied weights once; detached.
+
+    Of several names for one tensor it is the one transformers ties the others to, else the first. Raises WeightSyncError for state
+    that is no tensor.
+    """
+    return {name: tensor.detach() for name, tensor in _checkpoint_state(model).items()}
+
+
+def local_pieces(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> tuple[Piece, ...]:
+    """What this rank publishes of `model`, in the order of `local_bits`. Raises WeightSyncError for a layout without flat runs."""
+    return tuple(piece for piece, _ in _local(model, rank=rank, dtype=dtype))
+
+
+def local_bits(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> Iterator[tuple[Piece, Bits]]:
+    """Each piece with its bits as published: parameters rounded to nearest even to `dtype`, buffers as they are.
+
+    One tensor at a time; the arrays may share the model's memory and are to be used before the next one is drawn. Raises
+    NonFiniteError, naming the tensor, rather than publish a NaN or an infinity.
+    """
+    for piece, shard in _local(model, rank=rank, dtype=dtype):
+        values = shard.to(_published_dtype(piece.dtype))
+        if values.is_floating_point() and not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):
+            raise NonFiniteError(f"{piece.name} holds a value that is not finite as {piece.dtype}; it is not published")
+        yield piece, bits_of(values)
+
+
+def bits_of(tensor: Tensor) -> Bits:
+    """Flat raw bits of a tensor, sharing its memory when it is contiguous and on the CPU."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_WORDS[flat.element_size()]).cpu().numpy()
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The safetensors name of a dtype. Raises WeightSyncError, naming the tensor, when it has none here."""
+    if dtype not in DTYPE_NAMES:
+        raise WeightSyncError(f"{name} has dtype {dtype}, which cannot be published")
+    return DTYPE_NAMES[dtype]
+
+
+def _checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    state = model.state_dict(keep_vars=True)
+    first_names: dict[int, str] = {}
+    for name in sorted(state, key=lambda name: name in tied):
+        if not isinstance(state[name], Tensor):
+            raise WeightSyncError(f"{name} is a {type(state[name]).__name__}, not a tensor: it cannot be published")
+        first_names.setdefault(id(state[name]), name)
+    return {name: tensor for name, tensor in state.items() if first_names[id(tensor)] == name}
+
+
+def _local(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> Iterator[tuple[Piece, Tensor]]:
+    for name, tensor in _checkpoint_state(model).items():
+        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        published = dtype_name(name, getattr(torch, dtype) if cast else tensor.dtype)
+        start, shard = _shard(name, tensor.detach(), rank=rank)
+        if shard.numel():
+            yield Piece(name=name, dtype=published, shape=tuple(tensor.shape), start=start, length=shard.numel()), shard
+
+
+def _shard(name: str, tensor: Tensor, *, rank: int) -> tuple[int, Tensor]:
+    """Flat index of the first element this rank publishes, and those elements; replicas are published by the lowest rank alone."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor if rank == 0 else tensor.reshape(-1)[:0]
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(type(p) not in (Shard, Replicate) or (isinstance(p, Shard) and p.dim != 0) for p in placements):
+        raise WeightSyncError(f"{name} is laid out as {placements}: only shards of the first dimension and replicas can be published")
+    local = tensor.to_local()
+    coordinate = mesh.get_coordinate()
+    replica = coordinate is None or any(isinstance(p, Replicate) and place > 0 for p, place in zip(placements, coordinate, strict=True))
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if tuple(shape) != tuple(local.shape):
+        raise WeightSyncError(f"{name} holds a shard of shape {tuple(local.shape)} where its layout says {tuple(shape)}")
+    row = tensor.numel() // tensor.shape[0] if tensor.ndim and tensor.shape[0] else 1
+    return (offset[0] * row if offset else 0), (local.reshape(-1)[:0] if replica else local)
+
+
+def _published_dtype(name: str) -> torch.dtype:
+    return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
