@@ -1,0 +1,147 @@
+"""The settings of the replay buffer and what they may be together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from asyncrl.buffer.admission import least_depth_groups
+from asyncrl.buffer.depth import Depth
+from asyncrl.buffer.policies import FixedLag, Lease, Policy, Soft, require_publish_every_step
+from asyncrl.errors import ConfigError
+
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+
+
+class LeaseConfig(BaseModel):
+    """No token is ever staler than `max_staleness`."""
+
+    model_config = _STRICT
+    kind: Literal["lease"] = "lease"
+
+
+class SoftConfig(BaseModel):
+    """AReaL's rule: the mean staleness stays at `max_staleness`, single tokens may exceed it."""
+
+    model_config = _STRICT
+    kind: Literal["soft"] = "soft"
+
+
+class FixedLagConfig(BaseModel):
+    """Every token exactly `lag_steps` old; engines and trainer take turns. For experiments."""
+
+    model_config = _STRICT
+    kind: Literal["fixed_lag"] = "fixed_lag"
+    lag_steps: int = Field(ge=0)
+
+
+PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, Field(discriminator="kind")]
+
+
+class BufferConfig(BaseModel):
+    """What a batch is, how old it may be, and how long anyone waits for it."""
+
+    model_config = _STRICT
+
+    groups_per_step: int = Field(ge=1)
+    """P: groups of one batch."""
+    group_size: int = Field(ge=1)
+    """Rollouts of one prompt."""
+    max_staleness: int = Field(ge=0)
+    """K: how many steps behind the trainer the version that wrote a token may be. 0 is synchronous."""
+    policy: PolicyConfig = LeaseConfig()
+    window: int | None = Field(default=None, ge=1)
+    """W, `lease` only: a group may be overtaken by W − 1 others. None: 1 + floor(0.3 · P), or what K leaves room for."""
+    depth_groups: Literal["auto", "max"] | Annotated[int, Field(ge=1)] = "auto"
+    """Slots the run wants to hold at once: `auto` follows the trainer's waiting, `max` is all the bound allows."""
+    zero_variance: Literal["drop", "keep"] = "drop"
+    """Groups whose valid rewards are all equal carry no gradient under a group baseline."""
+    zero_variance_tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    """Rewards are equal when max − min is at most this; the standard deviation of equal float32 rewards need not be 0."""
+    min_valid_rollouts: int | None = Field(default=None, ge=1)
+    """A group with fewer rollouts without error is dropped. None: 2, or 1 when `group_size` is 1."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """No group is admitted while the stored arrays take this much, unless what the next publish needs is not admitted yet."""
+    stall_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    """A wait that sees nothing happen for so long raises BufferStarved; it must exceed the longest rollout and the longest step."""
+    max_empty_fills: int = Field(default=8, ge=1)
+    """After so many batches' worth of zero-variance groups, with none kept between them, the run stops with a diagnosis."""
+
+    @model_validator(mode="after")
+    def check(self) -> BufferConfig:
+        """Raises ConfigError for a pair that cannot work. Publishing less often than every step is checked in `make_policy`."""
+        _check_policy_fields(self)
+        _check_rollouts(self)
+        make_depth(self, make_policy(self))
+        return self
+
+    @property
+    def least_valid_rollouts(self) -> int:
+        """`min_valid_rollouts` with the default filled in."""
+        return min(2, self.group_size) if self.min_valid_rollouts is None else self.min_valid_rollouts
+
+
+def buffer_config(**settings: Any) -> BufferConfig:
+    """The checked configuration. Raises ConfigError, naming the field, for whatever pydantic would refuse."""
+    try:
+        return BufferConfig(**settings)
+    except ValidationError as refused:
+        first = refused.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        known = ", ".join(BufferConfig.model_fields)
+        raise ConfigError(".".join(["buffer", *map(str, first["loc"])]), value=first["input"], allowed=first["msg"],
+                          remedy=f"The fields of buffer are {known}.") from None
+
+
+def make_policy(config: BufferConfig, *, publish_every_steps: int = 1, start_version: int = 0) -> Policy:
+    """The policy the configuration names. Raises ConfigError when it cannot work with the publish interval."""
+    if publish_every_steps < 1:
+        raise ConfigError("weights.publish_every_steps", value=publish_every_steps, allowed="an integer of at least 1",
+                          remedy="1 publishes after every step.")
+    if isinstance(config.policy, FixedLagConfig):
+        require_publish_every_step(publish_every_steps)
+        return FixedLag(groups_per_step=config.groups_per_step, lag_steps=config.policy.lag_steps, start_version=start_version)
+    if isinstance(config.policy, SoftConfig):
+        return Soft(groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, publish_every_steps=publish_every_steps)
+    return Lease(groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, window=config.window,
+                 publish_every_steps=publish_every_steps)
+
+
+def make_depth(config: BufferConfig, policy: Policy, *, publish_every_steps: int = 1) -> Depth:
+    """How far ahead to work, inside the policy's capacity. Raises ConfigError for a depth outside [k · P, capacity]."""
+    most = policy.capacity_groups
+    if config.depth_groups == "max" or isinstance(config.policy, FixedLagConfig):
+        return Depth.fixed(most)
+    least = least_depth_groups(config.groups_per_step, publish_every_steps=publish_every_steps)
+    if config.depth_groups == "auto":
+        return Depth.auto(groups_per_step=config.groups_per_step, least_groups=least, most_groups=most)
+    if not least <= config.depth_groups <= most:
+        raise ConfigError("buffer.depth_groups, buffer.groups_per_step, buffer.max_staleness", allowed=f"a depth from {least} to {most}",
+                          value=(config.depth_groups, config.groups_per_step, config.max_staleness),
+                          remedy="Less cannot fill the batches of one publish interval, more would break the bound; 'auto' finds a depth.")
+    return Depth.fixed(config.depth_groups)
+
+
+def _check_policy_fields(config: BufferConfig) -> None:
+    kind = config.policy.kind
+    if config.window is not None and kind != "lease":
+        raise ConfigError("buffer.window, buffer.policy.kind", value=(config.window, kind), allowed="a window with the policy lease alone",
+                          remedy="Remove the window, or choose lease.")
+    if not isinstance(config.policy, FixedLagConfig):
+        return
+    if config.depth_groups != "auto":
+        raise ConfigError("buffer.depth_groups, buffer.policy.kind", value=(config.depth_groups, kind),
+                          allowed="no depth with fixed_lag, which fixes it to (lag_steps + 1) * groups_per_step",
+                          remedy="Remove the depth.")
+    if config.policy.lag_steps > config.max_staleness:
+        raise ConfigError("buffer.policy.lag_steps, buffer.max_staleness", value=(config.policy.lag_steps, config.max_staleness),
+                          allowed="lag_steps <= max_staleness", remedy="Raise max_staleness to the lag you want to train at.")
+
+
+def _check_rollouts(config: BufferConfig) -> None:
+    if config.least_valid_rollouts > config.group_size:
+        raise ConfigError("buffer.min_valid_rollouts, buffer.group_size", value=(config.min_valid_rollouts, config.group_size),
+                          allowed="min_valid_rollouts <= group_size", remedy="A group cannot have more valid rollouts than rollouts.")

@@ -1,0 +1,341 @@
+"""The replay buffer: slots are admitted, filled, taken as whole groups, and freed when the engines have caught up.
+
+    admit ──▶ generating ──complete──▶ ready ──take──▶ taken ──trained──▶ ──acknowledge──▶ slot free
+                  │                      │
+                  └──────── drop ────────┴──▶ slot free at once, the reason counted
+
+It decides nothing itself: `policy` says how many may start and which may go. All state changes are synchronous, only `admit`
+and `take` wait. It belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.accounting import Count, Ledger, total
+from asyncrl.buffer.config import BufferConfig, buffer_config, make_depth, make_policy
+from asyncrl.buffer.diagnosis import starved_message
+from asyncrl.buffer.filters import is_zero_variance, reward_histogram, valid_rewards
+from asyncrl.buffer.fleet import Fleet
+from asyncrl.buffer.groups import LateRollouts, StoredGroup
+from asyncrl.buffer.recorder import Recorder
+from asyncrl.buffer.selection import overtake
+from asyncrl.buffer.stats import BufferStats
+from asyncrl.buffer.view import BufferView, Missing, Slot, SlotState, SlotView
+from asyncrl.clock import now_s
+from asyncrl.errors import BufferStarved, LedgerError, RunAborted, StalenessError
+from asyncrl.metrics import Metrics
+from asyncrl.types import Batch, Prompt, Rollout
+
+
+class ReplayBuffer:
+    """Takes a BufferConfig, or its fields by keyword: `ReplayBuffer(groups_per_step=32, group_size=16, max_staleness=2)`.
+
+    `publish_every_steps`, `version`, `ledger` and `recorder` are those of `attach`. Raises ConfigError.
+    """
+
+    def __init__(self, config: BufferConfig | None = None, /, *, publish_every_steps: int = 1, version: int = 0,
+                 ledger: Ledger | None = None, recorder: Recorder | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise TypeError(f"give a BufferConfig or its fields, not both: {sorted(settings)}")
+        self.config = buffer_config(**settings) if config is None else config
+        self._next_group_id = 0
+        self.attach(publish_every_steps=publish_every_steps, version=version, ledger=ledger, recorder=recorder)
+
+    def attach(self, *, publish_every_steps: int = 1, version: int = 0, ledger: Ledger | None = None,
+               recorder: Recorder | None = None) -> None:
+        """Fit an unused buffer into a run: how often weights are published, the version it starts or resumes at, its accounts.
+
+        Without a ledger, or a recorder, that account is not kept. With a ledger, each rollout must have been announced to it by
+        `Ledger.generated` before it is completed. Forgets engines. Raises ConfigError; RuntimeError after the first admission.
+        """
+        if self._next_group_id:
+            raise RuntimeError("attach() comes before the first admission")
+        self.policy = make_policy(self.config, publish_every_steps=publish_every_steps, start_version=version)
+        self._depth = make_depth(self.config, self.policy, publish_every_steps=publish_every_steps)
+        self._least_groups = min(publish_every_steps * self.config.groups_per_step, self.policy.capacity_groups)
+        self._version = version
+        self._fleet = Fleet(version=version)
+        self._ledger, self._recorder = ledger, recorder
+        self._slots: dict[int, SlotView] = {}
+        self._stored: dict[int, StoredGroup] = {}
+        self._late = LateRollouts()
+        self._batch: Batch | None = None
+        self._equal_rewards: list[float] = []
+        self._stats = BufferStats()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._change = asyncio.Event()
+        self._progress_s = 0.0
+        self._admitting = 0
+        self._admission, self._consumption = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Steps trained so far."""
+        return self._version
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Where completions and drops are accounted."""
+        return self._ledger
+
+    @property
+    def staleness_tokens(self) -> Mapping[int, int]:
+        """Tokens taken in the whole run, by staleness."""
+        return self._stats.staleness_tokens
+
+    async def admit(self, prompt: Prompt) -> Slot:
+        """A slot for one group. Waits for capacity, in order of the calls; woken by drop, acknowledge, fence, and more depth.
+
+        Raises BufferStarved when nothing happens for `stall_timeout_s`, what `fail` was given, and RuntimeError after
+        `end_of_data`. Cancelling it is safe.
+        """
+        if self._ended:
+            raise RuntimeError("admit() after end_of_data()")
+        started_s = now_s()
+        self._admitting += 1
+        try:
+            async with self._admission:
+                while self._failure or not self._may_admit(self.view()):
+                    await self._next_change("admission waits for a free slot", self._generating(), started_s=started_s)
+                return self._grant(prompt)
+        finally:
+            self._admitting -= 1
+            self._stats.waited("admission", now_s() - started_s)
+
+    def complete(self, rollout: Rollout) -> None:
+        """Add a finished rollout to its group. The last one makes the group ready, or drops it with a reason.
+
+        A rollout of a group that was dropped meanwhile is counted under the same reason. Raises ShapeError, LedgerError or
+        NonFiniteError, and stores nothing, for a rollout that is unknown, comes twice, or has no finite reward.
+        """
+        group = self._stored.get(rollout.group_id)
+        if group is None or self._slots[rollout.group_id].state is not SlotState.GENERATING:
+            self._complete_late(rollout)
+            return
+        group.check(rollout)
+        if self._ledger:
+            self._ledger.completed(rollout)
+        group.add(rollout)
+        self._stats.complete(rollout)
+        self._progress_s = now_s()
+        if not group.missing:
+            self._judge(group)
+
+    def drop(self, group_id: int, reason: str) -> bool:
+        """Free the slot of a group that is not in a batch. Rollouts of it that still come are counted under `reason`.
+
+        False, and nothing happens, when the group was dropped or taken before. Raises LedgerError for one never admitted.
+        """
+        if not 0 <= group_id < self._next_group_id:
+            raise LedgerError(f"group {group_id} was never admitted")
+        slot = self._slots.get(group_id)
+        if slot is None or slot.state is SlotState.TAKEN:
+            return False
+        group = self._stored.pop(group_id)
+        del self._slots[group_id]
+        self._late.expect(group, reason)
+        self._account_drop(reason, group.count, groups=1)
+        if self._recorder:
+            self._recorder.dropped(group_id, reason)
+        self._changed()
+        return True
+
+    def end_of_data(self) -> None:
+        """No prompt will be admitted any more: `take` gives the batches that are left, then None."""
+        self._ended = True
+        self._changed()
+
+    def drop_all(self, reason: str) -> None:
+        """End with an empty buffer: drop every group, one that is out in a batch included."""
+        self._batch = None
+        for group_id in self._stored:
+            self._slots[group_id] = dataclasses.replace(self._slots[group_id], state=SlotState.GENERATING, batch_version=None)
+        for group_id in tuple(self._stored):
+            self.drop(group_id, reason)
+
+    async def take(self) -> Batch | None:
+        """The next batch: P whole groups in order of admission, staleness checked. Waits for groups; woken by complete and drop.
+
+        None after `end_of_data`, when no whole batch is left; fewer groups than P stay stored. Raises BufferStarved naming the
+        missing groups when nothing happens for `stall_timeout_s`, what `fail` was given, and RuntimeError while the last batch
+        is not `trained`. Cancelling it is safe.
+        """
+        started_s, deepened = now_s(), False
+        async with self._consumption:
+            if self._batch is not None:
+                raise RuntimeError(f"the batch of version {self._batch.version} is out: call trained() before the next take()")
+            try:
+                while self._failure or isinstance(chosen := self.policy.select(self.view()), Missing):
+                    if self._ended and not self._failure and not self._generating():
+                        return None
+                    if not deepened and self._depth_holds_admission():
+                        self._depth, deepened = self._depth.deeper(), True
+                        self._changed()
+                    missing = () if self._failure else chosen.group_ids
+                    await self._next_change("the trainer waits for a batch", missing, started_s=started_s)
+            finally:
+                self._stats.waited("trainer", now_s() - started_s)
+            return self._hand_out(chosen)
+
+    def trained(self, batch: Batch) -> None:
+        """The step on the batch that was taken last is done: version + 1. Raises StalenessError for any other batch."""
+        out = self._batch
+        if out is None or (batch.version, [g.group_id for g in batch.groups]) != (out.version, [g.group_id for g in out.groups]):
+            raise StalenessError(f"trained() got a batch of version {batch.version}; "
+                                 + (f"the one taken has version {out.version}" if out else "none is taken"))
+        for group in batch.groups:
+            del self._stored[group.group_id]
+        self._batch = None
+        self._version += 1
+        self._stats.train(batch)
+        self._changed()
+
+    def add_engine(self, name: str, version: int) -> None:
+        """An engine that holds `version`. It serves once it holds the newest version any engine has. Raises StalenessError."""
+        self._fleet.add(name, version, trainer_version=self._version)
+        self._release()
+
+    def acknowledge(self, name: str, version: int) -> None:
+        """The engine has applied `version`. Raises StalenessError when that is lower than before, or not trained yet."""
+        self._fleet.acknowledge(name, version, trainer_version=self._version)
+        self._release()
+
+    def fence(self, name: str) -> None:
+        """The engine gets no requests, its running ones are stopped; it holds no slot back. It serves again as in `add_engine`."""
+        self._fleet.fence(name)
+        self._release()
+
+    def fail(self, exception: BaseException) -> None:
+        """Every wait, now and later, raises this. The first failure stays."""
+        self._failure = self._failure or exception
+        self._change.set()
+
+    def view(self) -> BufferView:
+        """The state as policies see it."""
+        return BufferView(version=self._version, served_version=self._fleet.served_version, depth_groups=self._depth.groups,
+                          slots=tuple(self._slots.values()), engines=self._fleet.engines, ended=self._ended)
+
+    def held(self) -> Count:
+        """Tokens and rollouts stored, batch in training included, counted from the rollouts themselves: the ledger's `buffered`."""
+        return total([group.count for group in self._stored.values()])
+
+    def metrics(self) -> Metrics:
+        """What happened since the last call, and the gauges as they stand."""
+        ready = sum(slot.state is SlotState.READY for slot in self._slots.values())
+        return self._stats.drain({"depth": self._depth.groups, "held": len(self._slots), "ready": ready, "bytes": self._bytes})
+
+    @property
+    def _bytes(self) -> int:
+        return sum(group.bytes for group in self._stored.values())
+
+    def _may_admit(self, view: BufferView) -> bool:
+        if not self.policy.admit(view):
+            return False
+        limit = self.config.max_bytes
+        return limit is None or len(view.slots) < self._least_groups or self._bytes < limit
+
+    def _depth_holds_admission(self) -> bool:
+        view = self.view()
+        at_most = dataclasses.replace(view, depth_groups=self.policy.capacity_groups)
+        return self._admitting > 0 and not self.policy.admit(view) and self._may_admit(at_most)
+
+    def _grant(self, prompt: Prompt) -> Slot:
+        slot = Slot(self._next_group_id, prompt, self._fleet.served_version)
+        self._next_group_id += 1
+        self._slots[slot.group_id] = SlotView(slot.group_id, slot.policy_version)
+        self._stored[slot.group_id] = StoredGroup(slot, self.config.group_size, now_s())
+        if self._recorder:
+            self._recorder.admitted(slot)
+        self._progress_s = now_s()
+        return slot
+
+    def _judge(self, group: StoredGroup) -> None:
+        """A whole group: ready, or dropped."""
+        rewards = valid_rewards(group.rollouts.values())
+        if len(rewards) < self.config.least_valid_rollouts:
+            self.drop(group.slot.group_id, "too_few_valid")
+            return
+        is_equal = is_zero_variance(rewards, tolerance=self.config.zero_variance_tolerance)
+        self._stats.zero_variance(is_equal)
+        if is_equal and self.config.zero_variance == "drop":
+            self.drop(group.slot.group_id, "zero_variance")
+            self._count_empty(rewards[0])
+            return
+        self._equal_rewards.clear()
+        self._slots[group.slot.group_id] = dataclasses.replace(self._slots[group.slot.group_id], state=SlotState.READY)
+        if self._recorder:
+            self._recorder.scored(group.build())
+        self._changed()
+
+    def _count_empty(self, reward: float) -> None:
+        self._equal_rewards.append(reward)
+        fills = len(self._equal_rewards) / self.config.groups_per_step
+        if fills >= self.config.max_empty_fills:
+            self.fail(RunAborted(f"buffer.max_empty_fills: {len(self._equal_rewards)} groups in a row ({fills:.6g} batches) had equal "
+                                 f"rewards and were dropped ({reward_histogram(self._equal_rewards)}). The prompts are too hard or too "
+                                 f"easy for this policy, or the reward cannot tell answers apart; zero_variance='keep' keeps them."))
+
+    def _complete_late(self, rollout: Rollout) -> None:
+        reason = self._late.settle(rollout)
+        if reason is None:
+            known = "is complete, taken or gone" if 0 <= rollout.group_id < self._next_group_id else "was never admitted"
+            raise LedgerError(f"rollout {rollout.index} of group {rollout.group_id} cannot be completed: the group {known}")
+        if self._ledger:
+            self._ledger.completed(rollout)
+        self._account_drop(reason, Count(rollout.num_tokens, 1), groups=0)
+
+    def _account_drop(self, reason: str, dropped: Count, *, groups: int) -> None:
+        self._stats.drop(reason, dropped, groups=groups)
+        if self._ledger:
+            self._ledger.dropped(reason, tokens=dropped.tokens, rollouts=dropped.rollouts)
+
+    def _hand_out(self, chosen: tuple[int, ...]) -> Batch:
+        batch = Batch(self._version, tuple(self._stored[group_id].build() for group_id in chosen))
+        self.policy.check(batch, self._version)
+        waiting = overtake(tuple(self._slots.values()), chosen)
+        self._slots.update({slot.group_id: slot for slot in waiting})
+        for group_id in chosen:
+            self._slots[group_id] = dataclasses.replace(self._slots[group_id], state=SlotState.TAKEN, batch_version=self._version)
+        if any(slot.state is SlotState.READY for slot in waiting):
+            self._depth = self._depth.shallower()
+        self._batch = batch
+        self._stats.take(batch, bound=self.config.max_staleness)
+        self._changed()
+        return batch
+
+    def _release(self) -> None:
+        served = self._fleet.served_version
+        free = [slot.group_id for slot in self._slots.values() if slot.batch_version is not None and slot.batch_version < served]
+        for group_id in free:
+            del self._slots[group_id]
+        self._changed()
+
+    def _generating(self) -> tuple[int, ...]:
+        return tuple(slot.group_id for slot in self._slots.values() if slot.state is SlotState.GENERATING)
+
+    def _changed(self) -> None:
+        """Wake whoever waits."""
+        self._progress_s = now_s()
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _next_change(self, waits_for: str, missing: tuple[int, ...], *, started_s: float) -> None:
+        """Returns at the next change, or early. Raises the failure, or BufferStarved once nothing has changed for too long."""
+        if self._failure:
+            raise self._failure
+        timeout_s = self.config.stall_timeout_s
+        since_s = max(started_s, self._progress_s)
+        if now_s() - since_s >= timeout_s:
+            raise BufferStarved(starved_message(self.view(), self._stored, waits_for=waits_for, missing=missing, now_s=now_s(),
+                                                stalled_s=timeout_s))
+        change = self._change
+        try:
+            async with asyncio.timeout_at(since_s + timeout_s):
+                await change.wait()
+        except TimeoutError:
+            return

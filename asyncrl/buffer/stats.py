@@ -1,0 +1,86 @@
+"""The buffer's metrics: staleness of what is trained, what is dropped and why, and whether that favours short answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from asyncrl.accounting import Count
+from asyncrl.buffer.staleness import rollout_staleness, token_staleness
+from asyncrl.metrics import Metrics
+from asyncrl.types import Batch, Rollout
+
+
+class BufferStats:
+    """Collects between two calls of `drain`. Length bias and histogram are over the whole run."""
+
+    def __init__(self) -> None:
+        self._bag = Metrics()
+        self._trained = Count()
+        self._decided = Count()
+        self._histogram: Counter[int] = Counter()
+
+    @property
+    def staleness_tokens(self) -> Mapping[int, int]:
+        """Tokens taken so far, by staleness."""
+        return dict(sorted(self._histogram.items()))
+
+    @property
+    def length_bias(self) -> float | None:
+        """Mean length of trained rollouts over the mean of all whose fate is decided; 1 when dropping does not depend on length.
+
+        Rollouts that ended with an error count among those that are not trained. None before anything was trained.
+        """
+        if not self._trained.tokens or not self._trained.rollouts:
+            return None
+        return (self._trained.tokens / self._trained.rollouts) / (self._decided.tokens / self._decided.rollouts)
+
+    def take(self, batch: Batch, *, bound: int) -> None:
+        """A batch leaves for the trainer; `bound` is the `max_staleness` its tokens are compared with."""
+        tokens, rollouts = token_staleness(batch), rollout_staleness(batch)
+        self._histogram.update(tokens)
+        self._bag.mean("staleness/token/mean", sum(s * n for s, n in tokens.items()), count=tokens.total())
+        self._bag.mean("staleness/rollout/mean", sum(rollouts), count=len(rollouts))
+        self._bag.sum("staleness/over_bound_tokens/sum", sum(n for s, n in tokens.items() if s > bound))
+        for name, values in (("token", tokens), ("rollout", rollouts)):
+            if values:
+                self._bag.max(f"staleness/{name}/max", max(values))
+
+    def train(self, batch: Batch) -> None:
+        """A step was made on the batch."""
+        valid = [rollout for rollout in batch.rollouts if not rollout.status.is_error]
+        self._trained = self._trained.plus(_tokens(valid), len(valid))
+        self._decided = self._decided.plus(_tokens(batch.rollouts), len(batch.rollouts))
+
+    def drop(self, reason: str, dropped: Count, *, groups: int) -> None:
+        """A group (or a late rollout of one, with `groups` 0) was dropped."""
+        self._decided = self._decided.plus(*dropped)
+        self._bag.sum(f"buffer/dropped_{reason}/groups", groups)
+        self._bag.sum(f"buffer/dropped_{reason}/tokens", dropped.tokens)
+
+    def complete(self, rollout: Rollout) -> None:
+        """A rollout came in for a group that is held."""
+        self._bag.sum(f"rollout/status_{rollout.status.value}/sum", 1)
+
+    def zero_variance(self, is_zero: bool) -> None:
+        """A group was complete, with or without any difference between its rewards."""
+        self._bag.mean("buffer/zero_variance/frac", is_zero, count=1)
+
+    def waited(self, who: str, seconds: float) -> None:
+        """`trainer` waited in take, or `admission` in admit."""
+        self._bag.sum(f"buffer/{who}_wait_s/sum", seconds)
+
+    def drain(self, gauges: Mapping[str, float]) -> Metrics:
+        """Everything since the last drain, and the gauges as they stand."""
+        bag, self._bag = self._bag, Metrics()
+        for name, value in gauges.items():
+            bag.last(f"buffer/{name}/last", value)
+        if self.length_bias is not None:
+            bag.last("buffer/length_bias/last", self.length_bias)
+        for staleness, tokens in self.staleness_tokens.items():
+            bag.last(f"staleness/tokens_at_{staleness}/last", tokens)
+        return bag
+
+
+def _tokens(rollouts: Iterable[Rollout]) -> int:
+    return sum(rollout.num_tokens for rollout in rollouts)
