@@ -56,11 +56,12 @@ def decoupled_ppo(logprobs: Tensor, *, proximal_logprobs: Tensor, advantages: Te
                          f"{tuple(corrected.weights.shape)}")
     log_ratio = masked_log_ratio(logprobs, sampled_logprobs=proximal_logprobs, mask=keep_mask)
     ratio = importance_ratio(log_ratio, log_clamp=LOG_CLAMP)
-    gain = -advantages.detach().to(ratio.dtype)
-    free = gain * ratio
-    bounded = gain * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    losses = torch.where(keep_mask, corrected.weights.detach() * torch.maximum(free, bounded), 0.0)
-    clipped = keep_mask & (bounded.detach() > free.detach())
+    with torch.no_grad():
+        gain = torch.where(keep_mask, -advantages.to(ratio.dtype), 0.0)
+        bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+        clipped = gain * bounded > gain * ratio
+        weighted_gain = torch.where(keep_mask, corrected.weights, 0.0) * gain
+    losses = weighted_gain * torch.where(clipped, bounded, ratio)
     return PolicyLoss(losses=losses, log_ratio=log_ratio.detach(), clipped=clipped)
 
 
