@@ -74,6 +74,10 @@ class WrongBase(WeightSyncError):
     """A delta was offered to a receiver that does not hold the delta's base version."""
 
 
+class CheckpointError(AsyncRLError):
+    """A checkpoint is incomplete, damaged, or of another model."""
+
+
 class LedgerError(AsyncRLError):
     """Tokens or rollouts are not accounted for: the ledger does not close."""
 

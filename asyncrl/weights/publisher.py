@@ -81,14 +81,18 @@ class Publisher:
         """The pending version never came to be: the next delta is made against the old snapshot. Safe without one."""
         self._pending = None
 
-    def adopt(self, bits: Iterable[tuple[Piece, Bits]], *, version: int) -> None:
-        """Take `bits` as the snapshot of `version`, already published and held by the engines: for a restarted trainer."""
+    def adopt(self, bits: Iterable[tuple[Piece, Bits]], *, version: int) -> int:
+        """Take `bits` as the snapshot of `version`, already published and held by the engines: for a restarted trainer.
+
+        Returns the hash share; those of all ranks must add up to the manifest's state hash.
+        """
         self._pending = None
         share = 0
         for (piece, values), snapshot in zip(self._checked(bits), self._snapshots, strict=True):
             snapshot[:] = values
             share += hash_bits(tensor_seed(piece.name, piece.dtype), values, start=piece.start)
         self.version, self._hash_share = version, share % MODULUS
+        return self._hash_share
 
     def anchor(self) -> RankPublication:
         """The snapshot's version once more, whole, for an engine that has no base. Changes nothing here; needs no commit.
