@@ -189,6 +189,11 @@ class SequenceBuilder:
         """[T] all tokens so far."""
         return np.concatenate(self._tokens)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """How many of them the policy sampled."""
+        return sum(span.end - span.start for span in self._spans)
+
     def sampled(self, tokens: NDArray[np.int32], *, logprobs: NDArray[np.float32], policy_version: int,
                 kv_fresh: bool, turn: int) -> None:
         """Append tokens the policy sampled, [n] int32 with [n] float32 logprobs. Raises ShapeError, NonFiniteError."""

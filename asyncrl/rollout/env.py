@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.accounting import Ledger
+from asyncrl.accounting import Ledger, RolloutKey
 from asyncrl.errors import ChildDied, EngineError
 from asyncrl.rollout.engine import Chunk, GenerationRequest
 from asyncrl.rollout.reward import RewardPool
@@ -46,18 +47,24 @@ class Session:
     given; where it contradicts it (a template that rewrites history), a new sequence starts and the fork is counted.
     """
 
-    def __init__(self, router: Router, *, key: str, seed: int, sampling: Sampling, ledger: Ledger) -> None:
+    def __init__(self, router: Router, *, key: RolloutKey, seed: int, sampling: Sampling, ledger: Ledger) -> None:
         self.key, self.sampling = key, sampling
         self._router, self._seed, self._ledger = router, seed, ledger
         self._done: list[Sequence] = []
         self._builder: SequenceBuilder | None = None
         self._turn = 0
         self._requests = 0
+        ledger.generated(key, 0)
 
     @property
     def forks(self) -> int:
         """How often history was rewritten."""
         return len(self._done)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the policy has written so far."""
+        return sum(sequence.num_sampled_tokens for sequence in self._done) + (self._builder.num_sampled_tokens if self._builder else 0)
 
     def sequences(self) -> tuple[Sequence, ...]:
         """Everything recorded so far, checked."""
@@ -84,7 +91,7 @@ class Session:
         return Turn(written.tokens[start:], written.rollout_logprobs[start:], finish or Status.LENGTH)
 
     async def _stream(self, builder: SequenceBuilder, sampling: Sampling) -> Status:
-        request = GenerationRequest(request_id=f"{self.key}.{self._requests}", tokens=builder.tokens, sampling=sampling,
+        request = GenerationRequest(request_id=".".join(map(str, (*self.key, self._requests))), tokens=builder.tokens, sampling=sampling,
                                     seed=derive_seed(self._seed, self._requests))
         self._requests += 1
         written = 0
@@ -105,7 +112,8 @@ class Session:
     def _record(self, builder: SequenceBuilder, chunk: Chunk) -> None:
         if chunk.finish is Status.NONFINITE_LOGPROB:
             return
-        builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh, turn=self._turn)
+        builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh,
+                        turn=self._turn)
         self._ledger.generated(self.key, len(chunk.tokens))
 
     def _open(self, tokens: SequenceOf[int]) -> SequenceBuilder:

@@ -104,7 +104,8 @@ class _Examples:
         """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned."""
         import torch
 
-        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode(completion, add_special_tokens=False)) for prompt, completion in pairs]
+        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode(completion, add_special_tokens=False))
+                   for prompt, completion in pairs]
         width = max(len(prompt) + len(completion) + 1 for prompt, completion in encoded)
         tokens = torch.full((len(encoded), width), self._tokenizer.eos_token_id)
         labels = torch.full((len(encoded), width), -1)

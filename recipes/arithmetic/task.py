@@ -77,11 +77,10 @@ def held_out_examples(seed: int = 0, noise: float = 0.0) -> list[tuple[str, str]
 def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 4, intermediate: int = 128, seed: int = 0) -> None:
     """Write a randomly initialised Qwen3 with a character tokenizer to `folder`, in Hugging Face format."""
     import torch
-    from tokenizers import Tokenizer
+    from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
-    from tokenizers import Regex
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}

@@ -1,0 +1,53 @@
+"""Asynchronous off-policy RL post-training of language models, with every token accounted for.
+
+Importing this starts nothing, needs no torch, and loads each public name when it is first used: children that need one
+module do not pay for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.buffer.replay_buffer import ReplayBuffer
+    from asyncrl.config import RunConfig, load_config
+    from asyncrl.loop import Run, RunOptions, StepReport
+    from asyncrl.rollout.engine import Interruption
+    from asyncrl.rollout.env import Env, Outcome, Session, SingleTurn
+    from asyncrl.rollout.inline_engine import InlineEngine
+    from asyncrl.rollout.prompts import PromptSource
+    from asyncrl.rollout.task_config import ProbeConfig
+    from asyncrl.rollout.transformers_engine import TransformersEngine
+    from asyncrl.train.trainer import Trainer
+    from asyncrl.types import Prompt, Rollout, RolloutGroup, Sampling, Sequence, Status
+    from asyncrl.weights.config import WeightsConfig
+
+__all__ = [
+    "Env", "InlineEngine", "Interruption", "Outcome", "ProbeConfig", "Prompt", "PromptSource", "ReplayBuffer", "Rollout", "RolloutGroup",
+    "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status", "StepReport", "Trainer",
+    "TransformersEngine", "WeightsConfig", "load_config",
+]
+
+_HOMES = MappingProxyType({
+    "asyncrl.buffer.replay_buffer": ("ReplayBuffer",),
+    "asyncrl.config": ("RunConfig", "load_config"),
+    "asyncrl.loop": ("Run", "RunOptions", "StepReport"),
+    "asyncrl.rollout.engine": ("Interruption",),
+    "asyncrl.rollout.env": ("Env", "Outcome", "Session", "SingleTurn"),
+    "asyncrl.rollout.inline_engine": ("InlineEngine",),
+    "asyncrl.rollout.prompts": ("PromptSource",),
+    "asyncrl.rollout.task_config": ("ProbeConfig",),
+    "asyncrl.rollout.transformers_engine": ("TransformersEngine",),
+    "asyncrl.train.trainer": ("Trainer",),
+    "asyncrl.types": ("Prompt", "Rollout", "RolloutGroup", "Sampling", "Sequence", "Status"),
+    "asyncrl.weights.config": ("WeightsConfig",),
+})
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")

@@ -1,0 +1,60 @@
+"""The command line: `asyncrl train RECIPE.yaml section.key=value …`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from asyncrl.config import RunConfig, dump_config, load_config
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.training import processes_of, train
+
+EXIT_USAGE = 2
+"""A setting or a file that cannot work; nothing was started."""
+EXIT_FAILED = 1
+"""The run started and ended with an error."""
+EXIT_INTERRUPTED = 130
+"""Ended by Ctrl-C."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = load_config(options.recipe, options.overrides)
+        if options.dry_run:
+            print(describe(config))
+            return 0
+        asyncio.run(train(config, echo=print))
+    except ConfigError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except AsyncRLError as error:
+        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("asyncrl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def describe(config: RunConfig) -> str:
+    """The resolved configuration, and the processes the run would start."""
+    lines = [dump_config(config).rstrip(), "", "# processes"]
+    return "\n".join(lines + [f"#   {line}" for line in processes_of(config)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous off-policy RL post-training of language models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("train", help="train a model as a recipe says")
+    command.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
+    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+    command.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

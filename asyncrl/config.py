@@ -1,0 +1,195 @@
+"""The configuration of a run: one strict tree of each package's own settings, read from YAML, without torch.
+
+Every section is a tagged union (`kind:`), so an option that would do nothing cannot be written. Paths of functions are
+relative to the recipe. `a.b=c` overrides set one value each.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from asyncrl.buffer.config import BufferConfig
+from asyncrl.errors import ConfigError
+from asyncrl.functions import resolve_reference
+from asyncrl.rollout.config import EngineConfig, SamplingConfig
+from asyncrl.rollout.task_config import EnvConfig, EvalConfig, NoEval, ProbeConfig, PromptsConfig
+from asyncrl.train.config import AdvantagesConfig, CorrectionConfig, LossConfig, TrainerConfig
+from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
+from asyncrl.weights.config import WeightsConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NoWandb(_Section):
+    """Metrics go to `metrics.jsonl` and the console alone."""
+
+    kind: Literal["none"] = "none"
+
+
+class Wandb(_Section):
+    """Metrics go to Weights & Biases too; offline when no key is set."""
+
+    kind: Literal["wandb"]
+    project: str = "asyncrl"
+
+
+class RunSection(_Section):
+    """What is neither model, data nor algorithm."""
+
+    name: str = Field(min_length=1)
+    """The run writes to `folder/name`."""
+    steps: int = Field(ge=1)
+    seed: int = 0
+    folder: str = "runs"
+    probe: ProbeConfig = ProbeConfig()
+    sample_every_steps: int = Field(default=20, ge=1)
+    """How often one group is written to samples.jsonl: text, tokens, logprobs, versions, mask."""
+    wandb: Annotated[NoWandb | Wandb, Field(discriminator="kind")] = NoWandb()
+
+
+class RunConfig(_Section):
+    """A whole run."""
+
+    model: ModelConfig
+    warm_up: WarmUpConfig = NoWarmUp()
+    prompts: PromptsConfig
+    engine: EngineConfig
+    sampling: SamplingConfig = SamplingConfig()
+    env: EnvConfig
+    buffer: BufferConfig
+    advantages: AdvantagesConfig
+    correction: CorrectionConfig | None = None
+    """Left out, it is an error as soon as the data can be stale."""
+    loss: LossConfig
+    trainer: TrainerConfig
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = NoEval()
+    run: RunSection
+
+    @model_validator(mode="after")
+    def _pairs(self) -> RunConfig:
+        check_pairs(buffer=self.buffer, correction=self.correction, weights=self.weights)
+        self.sampling.build().check(for_training=True)
+        return self
+
+
+def check_pairs(*, buffer: BufferConfig, correction: object | None, weights: WeightsConfig) -> None:
+    """Raise ConfigError for sections that are fine alone and wrong together."""
+    stale = buffer.max_staleness > 0 or buffer.policy.kind != "lease"
+    if stale and correction is None:
+        raise ConfigError("correction, buffer.max_staleness", value=f"unset with max_staleness {buffer.max_staleness}",
+                          allowed="a chosen correction whenever data can be stale",
+                          remedy="Set correction: {kind: token_tis}, or choose {kind: none} knowing that the gradient is biased.")
+    if buffer.policy.kind == "fixed_lag" and weights.interruption != "drain":
+        raise ConfigError("weights.interruption, buffer.policy", value=f"{weights.interruption} with fixed_lag",
+                          allowed="drain with fixed_lag", remedy="An update inside a rollout would mix lags; set weights.interruption=drain.")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run a YAML file describes, with `a.b=c` overrides. Raises ConfigError with the field and its nearest neighbour."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError("recipe", value=str(path), allowed="an existing YAML file", remedy="Check the path.")
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError("recipe", value=str(path), allowed="valid YAML", remedy=str(error)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("recipe", value=type(tree).__name__, allowed="a mapping of sections",
+                          remedy="See recipes/arithmetic/quickstart.yaml.")
+    for override in overrides:
+        _override(tree, override)
+    return parse_config(tree, base=file.parent)
+
+
+def parse_config(tree: dict[str, Any], *, base: Path) -> RunConfig:
+    """The run a plain tree describes; functions are looked for beside `base`."""
+    tree = _resolve_functions(tree, base=base, path="")
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+_FUNCTION_KEYS = frozenset({"function", "reward", "examples", "held_out"})
+
+
+def _resolve_functions(node: Any, *, base: Path, path: str) -> Any:
+    if isinstance(node, dict):
+        return {key: resolve_reference(value, base=base, field=f"{path}{key}") if key in _FUNCTION_KEYS and isinstance(value, str)
+                else _resolve_functions(value, base=base, path=f"{path}{key}.") for key, value in node.items()}
+    return node
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError("override", value=override, allowed="section.key=value", remedy="For example trainer.learning_rate=1e-4.")
+    node = tree
+    *parents, leaf = path.split(".")
+    for key in parents:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(path, value=override, allowed="a path through sections", remedy=f"{key} is a value, not a section.")
+        node = child
+    value = yaml.safe_load(text)
+    node[leaf] = _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text; a number was meant."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
+        return ConfigError(field, value=first["input"], allowed=f"one of the known keys {known}", remedy=hint)
+    return ConfigError(field, value=first.get("input"), allowed=first["msg"], remedy=f"{error.error_count()} setting(s) to mend in all.")
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the section at `location`, in which pydantic names the union member chosen by its kind."""
+    models: list[Any] = [RunConfig]
+    for part in location:
+        fields = [model.model_fields[str(part)].annotation for model in models if str(part) in model.model_fields]
+        inner = [member for annotation in fields for member in _members(annotation)]
+        models = inner or [model for model in models if getattr(model.model_fields.get("kind"), "default", None) == part
+                           or part in _kinds(model)] or models
+    return sorted({key for model in models for key in model.model_fields})
+
+
+def _kinds(model: Any) -> tuple[Any, ...]:
+    annotation = getattr(model.model_fields.get("kind"), "annotation", None)
+    return getattr(annotation, "__args__", ())
+
+
+def _members(annotation: Any) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [member for argument in getattr(annotation, "__args__", ()) for member in _members(argument)]

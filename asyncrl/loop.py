@@ -1,0 +1,266 @@
+"""The run: four coroutines round one buffer. Data goes one way round.
+
+    PromptSource ──▶ feed ──▶ roll_out ──▶ ReplayBuffer ──▶ step ──▶ WeightSync ──▶ engines
+                       ▲                                                 │
+                       └───────────── slots freed by acknowledgements ◀──┘
+
+feed      consumes prompts, produces admitted slots; waits for a free slot; unblocked by drops and by engines that
+          acknowledge a version.
+roll_out  consumes slots, produces finished rollouts; waits for slots; unblocked by feed.
+step      consumes one batch, produces one policy version; waits for whole groups; unblocked by roll_out.
+sync      consumes published versions, produces acknowledgements; waits for a version; unblocked by step.
+
+A failure in any of them reaches whoever waits: nothing waits in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.accounting import Account, Ledger
+from asyncrl.buffer.recorder import MemoryRecorder
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.buffer.view import Slot
+from asyncrl.clock import now_s
+from asyncrl.config import check_pairs
+from asyncrl.errors import EndOfData, RunAborted
+from asyncrl.meter import Meter
+from asyncrl.paths import RunPaths
+from asyncrl.rollout.engine import Engine, Interruption, require
+from asyncrl.rollout.env import Env
+from asyncrl.rollout.evaluate import Evaluation, roll_out_all, summarise
+from asyncrl.rollout.probe import judge, measure_parity
+from asyncrl.rollout.prompts import PromptSource, complete_prompt
+from asyncrl.rollout.router import Router
+from asyncrl.rollout.task_config import ProbeConfig
+from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.sync import WeightSync
+from asyncrl.train.trainer import StepResult, Trainer
+from asyncrl.types import Batch, Prompt, Sampling
+from asyncrl.weights.config import WeightsConfig
+
+T = TypeVar("T")
+
+_EVAL_GROUP, _PROBE_GROUP = -1, -2
+_MAX_SKIPS_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run needs beyond its parts."""
+
+    name: str = "run"
+    folder: str | Path = "runs"
+    seed: int = 0
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    eval_prompts: tuple[Prompt, ...] = ()
+    """Held-out prompts, what `Run.evaluate` asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did. Reads like a mapping from metric name to number."""
+
+    index: int
+    """Number of the step, from 1."""
+    version: int
+    """Policy version the step made."""
+    metrics: Mapping[str, float]
+    batch: Batch = field(repr=False)
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+
+class Run:
+    """An asynchronous run: `async with run:` brings everything up, `run.steps(n)` trains, leaving it ends every process.
+
+    Raises ConfigError from the constructor when the parts do not fit one another.
+    """
+
+    def __init__(self, *, prompts: PromptSource, engine: Engine | Sequence[Engine], env: Env, sampling: Sampling,
+                 buffer: ReplayBuffer, trainer: Trainer, options: RunOptions | None = None) -> None:
+        self.options = options or RunOptions()
+        self.prompts, self.env, self.sampling, self.buffer, self.trainer = prompts, env, sampling, buffer, trainer
+        self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
+        check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights)
+        sampling.check(for_training=True)
+        self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=Path())
+        self.ledger = Ledger()
+        self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=MemoryRecorder())
+        self.router = Router(self.engines)
+        self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
+        self.skipped_prompts = 0
+        self.index = 0
+        self._slots: asyncio.Queue[Slot] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[None]
+        self._stream: Iterator[Prompt]
+        self._probe_prompts: tuple[Prompt, ...]
+
+    async def __aenter__(self) -> Run:
+        self._failure = asyncio.get_running_loop().create_future()
+        self.paths = dataclasses.replace(self.paths, shared=Path(tempfile.mkdtemp(prefix="asyncrl-", dir=_shared_memory())))
+        self.paths.make()
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stop()
+
+    async def steps(self, count: int) -> AsyncIterator[StepReport]:
+        """Train `count` steps, one report each. Rollouts go on while the caller works on a report.
+
+        Ends early, without error, when the prompts end. Raises the first failure of any coroutine.
+        """
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._supervised(part), name=name)
+                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.weights.run()))]
+        for _ in range(count):
+            report = await self.step()
+            if report is None:
+                return
+            yield report
+
+    async def feed(self) -> None:
+        """Admit prompts. Waits for a free slot; unblocked by drops and acknowledgements; ends with the data."""
+        skips = 0
+        for prompt in self._stream:
+            if len(prompt.tokens) >= self.router.context_tokens:
+                self.skipped_prompts, skips = self.skipped_prompts + 1, skips + 1
+                if skips == _MAX_SKIPS_IN_A_ROW:
+                    raise RunAborted(f"{skips} prompts in a row leave no room for an answer: the newest has {len(prompt.tokens)} tokens, "
+                                     f"the engine's context {self.router.context_tokens}")
+                continue
+            skips = 0
+            self._slots.put_nowait(await self.buffer.admit(prompt))
+        self.buffer.end_of_data()
+
+    async def roll_out(self) -> None:
+        """Run the rollouts of each slot. Waits for slots; unblocked by feed; completes groups in the buffer."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                slot = await self._slots.get()
+                for index in range(self.buffer.config.group_size):
+                    tasks.create_task(self._roll_out_one(slot, index))
+
+    async def step(self) -> StepReport | None:
+        """Train on the next batch and publish. Waits for whole groups; unblocked by roll_out. None when the data has ended."""
+        began_s = now_s()
+        await self._probe_when_due()
+        try:
+            batch = await self._or_failure(self.buffer.take())
+        except EndOfData:
+            return None
+        waited_s = now_s() - began_s
+        result = await self.trainer.step(batch)
+        self.buffer.trained(batch)
+        self.ledger.trained(batch, trained_tokens=result.trained_tokens, masked_tokens=result.masked_tokens)
+        self.index += 1
+        if result.version % self.options.weights.publish_every_steps == 0:
+            await self.weights.publish()
+        self.account()
+        return StepReport(index=self.index, version=result.version, metrics=self._measure(result, waited_s=waited_s), batch=batch)
+
+    async def evaluate(self) -> Evaluation:
+        """Mean reward over `options.eval_prompts`, by engines that hold the newest version."""
+        await self._or_failure(self.weights.applied())
+        prompts = [complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
+                   for number, prompt in enumerate(self.options.eval_prompts)]
+        return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP)))
+
+    async def finish(self) -> None:
+        """Stop producing. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        for slot in self.buffer.view().slots:
+            self.buffer.drop(slot.group_id, "end_of_run")
+
+    def account(self) -> Account:
+        """The ledger, counted now. Raises LedgerError when it does not close."""
+        return self.ledger.check(buffered=self.buffer.recount(), in_flight=self.worker.in_flight())
+
+    async def _start(self) -> None:
+        self.tokenizer = Tokenizer(self.trainer.model)
+        self.env.start(self.paths.logs, self.tokenizer)
+        stream = self.prompts.stream(self.tokenizer)
+        self._probe_prompts = tuple(itertools.islice(stream, self.options.probe.prompts))
+        self._stream = itertools.chain(self._probe_prompts, stream)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights, seed=self.options.seed))
+            for engine in self.engines:
+                tasks.create_task(engine.start(self.paths))
+        for engine in self.engines:
+            require(engine.capabilities, self.sampling, Interruption(self.options.weights.interruption), engine=engine.name)
+            self.buffer.add_engine(engine.name, 0)
+        self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed)
+        self.observer = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=Ledger(), seed=self.options.seed)
+        await self.weights.start()
+        self._meter = Meter(self.router)
+
+    async def _stop(self) -> None:
+        await self.finish()
+        await asyncio.gather(self.trainer.close(), self.env.close(), *(engine.close() for engine in self.engines), return_exceptions=True)
+        shutil.rmtree(self.paths.shared, ignore_errors=True)
+
+    async def _roll_out_one(self, slot: Slot, index: int) -> None:
+        rollout = await self.worker.run(slot.prompt, group_id=slot.group_id, index=index)
+        self.buffer.complete(rollout)
+        self._meter.scored(rollout)
+
+    async def _probe_when_due(self) -> None:
+        probe = self.options.probe
+        if self.index % probe.every_steps:
+            return
+        version = await self._or_failure(self.weights.applied())
+        rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP))
+        parity = await measure_parity(rollouts, score=self.trainer.score, version=version)
+        judge(parity, max_mean_gap=probe.max_mean_gap, temperature=self.sampling.temperature)
+        self._meter.probed(parity)
+
+    def _measure(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
+        metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens)
+        for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics()):
+            metrics.merge(part)
+        metrics.last("prompts/skipped/last", self.skipped_prompts)
+        return metrics.result()
+
+    async def _supervised(self, part: Coroutine[Any, Any, None]) -> None:
+        try:
+            await part
+        except Exception as error:
+            self.buffer.fail(error)
+            if not self._failure.done():
+                self._failure.set_exception(error)
+
+    async def _or_failure(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the first failure of any coroutine, whichever comes first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._failure.result()
+        return task.result()
+
+
+def _shared_memory() -> Path | None:
+    folder = Path("/dev/shm")
+    return folder if os.access(folder, os.W_OK) else None

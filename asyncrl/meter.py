@@ -1,0 +1,52 @@
+"""Measures one run between steps: what was rolled out and earned, who waited for whom, how fast both sides went."""
+
+from __future__ import annotations
+
+from asyncrl.clock import now_s
+from asyncrl.metrics import Metrics
+from asyncrl.rollout.probe import Parity
+from asyncrl.rollout.router import Router
+from asyncrl.types import Rollout
+
+
+class Meter:
+    """Collects while rollouts finish; `step` closes one interval and gives its numbers."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._metrics = Metrics()
+        self._at_s = now_s()
+        self._busy_s = router.busy_s()
+
+    def scored(self, rollout: Rollout) -> None:
+        """A rollout is finished, whatever becomes of it: rewards are averaged before any filter."""
+        self._metrics.sum("rollout/tokens/sum", rollout.num_tokens)
+        self._metrics.sum("rollout/errors/sum", float(rollout.status.is_error))
+        if rollout.status.is_error:
+            self._metrics.sum(f"rollout/error.{rollout.status.value}/sum", 1)
+            return
+        self._metrics.sum("rollout/scored/sum", 1)
+        self._metrics.mean("reward/total/mean", rollout.reward, count=1)
+        self._metrics.mean(f"reward/source.{rollout.source}/mean", rollout.reward, count=1)
+        self._metrics.mean("rollout/truncated_frac/mean", float(rollout.status.value == "length"), count=1)
+        for name, value in rollout.rewards.items():
+            self._metrics.mean(f"reward/function.{name}/mean", value, count=1)
+
+    def probed(self, parity: Parity) -> None:
+        """The parity probe ran: mismatch at equal version, apart from staleness."""
+        self._metrics.last("probe/gap/mean", parity.mean_abs)
+        self._metrics.last("probe/gap/max", parity.max_abs)
+
+    def step(self, *, waited_s: float, trained_tokens: int) -> Metrics:
+        """The numbers since the last call. `waited_s` is how long the trainer had no batch."""
+        now, busy_s = now_s(), self._router.busy_s()
+        period_s = max(now - self._at_s, 1e-9)
+        taken, self._metrics = self._metrics, Metrics()
+        tokens = taken.result().get("rollout/tokens/sum", 0.0)
+        taken.last("train/period_s/last", period_s)
+        taken.last("trainer/wait_frac/last", min(1.0, waited_s / period_s))
+        taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))
+        taken.last("rollout/tokens_per_s/last", tokens / period_s)
+        taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
+        self._at_s, self._busy_s = now, busy_s
+        return taken

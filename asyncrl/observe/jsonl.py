@@ -1,0 +1,43 @@
+"""One JSON object a line: metrics and sampled rollouts, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.types import RolloutGroup
+
+
+class JsonlWriter:
+    """Appends objects to a file, flushed line by line. NaN and infinity become null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one object."""
+        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All objects of a file `JsonlWriter` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def sample_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
+    """Rows that show each rollout of a group token by token: text, tokens, logprobs, versions, mask, reward, status."""
+    return [{"step": step, "prompt_id": group.prompt.prompt_id, "group_id": group.group_id, "index": rollout.index,
+             "status": rollout.status.value, "rewards": dict(rollout.rewards), "text": decode(sequence.tokens),
+             "tokens": sequence.tokens.tolist(), "loss_mask": sequence.loss_mask.astype(int).tolist(),
+             "rollout_logprobs": [round(float(value), 6) for value in sequence.rollout_logprobs],
+             "policy_versions": sequence.policy_versions.tolist()}
+            for rollout in group.rollouts for sequence in rollout.sequences]

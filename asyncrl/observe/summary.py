@@ -1,0 +1,41 @@
+"""The numbers a run ends with: `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+EDGE_STEPS = 5
+"""`reward_first` and `reward_last` average over so many steps, so that one lucky batch does not make them."""
+
+
+def edge_rewards(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
+    """Mean reward of all rollouts scored in the first and in the last `EDGE_STEPS` steps, each rollout counted once."""
+    return _reward(rows[:EDGE_STEPS]), _reward(rows[-EDGE_STEPS:])
+
+
+def reward_curve(rows: Sequence[Mapping[str, float]]) -> tuple[list[int], list[float]]:
+    """Steps and mean rewards, of the steps that have one."""
+    known = [(int(row["step"]), row["reward/total/mean"]) for row in rows if "reward/total/mean" in row]
+    return [step for step, _ in known], [reward for _, reward in known]
+
+
+def mean_of(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Mean over the steps that have the metric; None when none has."""
+    values = [row[name] for row in rows if name in row]
+    return sum(values) / len(values) if values else None
+
+
+def largest_of(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Largest value over the steps that have the metric; None when none has."""
+    return max((row[name] for row in rows if name in row), default=None)
+
+
+def total_of(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """Sum over the steps."""
+    return sum(row.get(name, 0.0) for row in rows)
+
+
+def _reward(rows: Sequence[Mapping[str, float]]) -> float | None:
+    scored = [(row["reward/total/mean"], row["rollout/scored/sum"]) for row in rows if "reward/total/mean" in row]
+    count = sum(weight for _, weight in scored)
+    return sum(reward * weight for reward, weight in scored) / count if count else None

@@ -1,0 +1,46 @@
+"""Evaluation on the run's engines, outside buffer and ledger, stamped with the versions that answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean reward over a fixed set of prompts; rollouts that failed are counted, not scored."""
+
+    reward_mean: float
+    by_source: dict[str, float]
+    num_rollouts: int
+    num_errors: int
+    version_min: int
+    version_max: int
+
+
+async def roll_out_all(worker: RolloutWorker, prompts: SequenceOf[Prompt], *, group_id: int) -> list[Rollout]:
+    """One rollout a prompt, all at once. `group_id` is negative, so that no group of the buffer is meant."""
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(worker.run(prompt, group_id=group_id, index=index)) for index, prompt in enumerate(prompts)]
+    return [task.result() for task in started]
+
+
+def summarise(rollouts: SequenceOf[Rollout]) -> Evaluation:
+    """The evaluation of finished rollouts. `reward_mean` is NaN when every one failed."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if not rollout.status.is_error:
+            rewards[rollout.source].append(rollout.reward)
+    scored = [reward for values in rewards.values() for reward in values]
+    versions = [span.policy_version for rollout in rollouts for sequence in rollout.sequences for span in sequence.spans]
+    return Evaluation(reward_mean=float(np.mean(scored)) if scored else float("nan"),
+                      by_source={source: float(np.mean(values)) for source, values in rewards.items()},
+                      num_rollouts=len(rollouts), num_errors=len(rollouts) - len(scored),
+                      version_min=min(versions, default=-1), version_max=max(versions, default=-1))

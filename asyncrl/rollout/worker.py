@@ -1,0 +1,79 @@
+"""Runs rollouts: one prompt in, one `Rollout` out, whatever happens on the way. The one place that catches broadly, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+
+from asyncrl.accounting import Count, Ledger, RolloutKey
+from asyncrl.clock import now_s
+from asyncrl.errors import ChildDied, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
+from asyncrl.rollout.env import Env, Outcome, Session
+from asyncrl.rollout.router import Router
+from asyncrl.rollout.seeds import derive_seed
+from asyncrl.types import Prompt, Rollout, Sampling, Sequence, Status
+
+_STATUS_OF: tuple[tuple[type[Exception], Status], ...] = (
+    (NonFiniteError, Status.NONFINITE_LOGPROB),
+    (RewardTimeout, Status.REWARD_TIMEOUT),
+    (RewardError, Status.REWARD_ERROR),
+    (EngineError, Status.ENGINE_ERROR),
+    (ShapeError, Status.ENGINE_ERROR),
+)
+
+
+class RolloutWorker:
+    """Runs the environment for one place of one group and turns failures into a status, never into a reward.
+
+    Args:
+        router: where completions come from.
+        env: what a rollout does.
+        sampling: of every completion.
+        ledger: told of every token as it arrives.
+        seed: of the run; each rollout's own is derived from it, its group and its index.
+        max_consecutive_errors: so many failed rollouts in a row end the run with the newest failure's text.
+    """
+
+    def __init__(self, router: Router, env: Env, *, sampling: Sampling, ledger: Ledger, seed: int,
+                 max_consecutive_errors: int = 64) -> None:
+        self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
+        self._seed, self._max_errors = seed, max_consecutive_errors
+        self._errors_in_a_row = 0
+        self._sessions: dict[RolloutKey, Session] = {}
+
+    def in_flight(self) -> Count:
+        """Tokens written so far by the rollouts that run now, counted from their sessions."""
+        return Count(sum(session.num_tokens for session in self._sessions.values()), len(self._sessions))
+
+    async def run(self, prompt: Prompt, *, group_id: int, index: int) -> Rollout:
+        """The finished rollout; its status says whether it failed, `error` why. Raises RunAborted when nothing works any more."""
+        key = (group_id, index, 0)
+        session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=self._sampling,
+                          ledger=self._ledger)
+        self._sessions[key] = session
+        began_s, error = now_s(), ""
+        try:
+            outcome = await self._env.run(prompt, session)
+        except (asyncio.CancelledError, RunAborted, ChildDied) as end:
+            self._ledger.abandoned(key, "end_of_run" if isinstance(end, asyncio.CancelledError) else "run_failed")
+            raise
+        except Exception as failure:
+            outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
+            error = "".join(traceback.format_exception(failure, limit=-3))
+        finally:
+            del self._sessions[key]
+        self._count(outcome.status, error)
+        sequences = session.sequences()
+        return Rollout(prompt_id=prompt.prompt_id, group_id=group_id, index=index, source=prompt.source, status=outcome.status,
+                       sequences=_without_gradient(sequences) if outcome.status.is_error else sequences, rewards=outcome.rewards,
+                       sampling=self._sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
+
+    def _count(self, status: Status, error: str) -> None:
+        self._errors_in_a_row = self._errors_in_a_row + 1 if status.is_error else 0
+        if self._errors_in_a_row >= self._max_errors:
+            raise RunAborted(f"{self._errors_in_a_row} rollouts in a row failed, the newest with {status.value}: "
+                             f"{error or 'no further text'}")
+
+
+def _without_gradient(sequences: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+    return tuple(sequence.masked() for sequence in sequences)

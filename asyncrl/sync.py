@@ -1,0 +1,76 @@
+"""Weights from the trainer to the engines, and word of it to the buffer: the edge that closes the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.metrics import Metrics
+from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.router import Router
+from asyncrl.train.trainer import Trainer
+from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.manifest import Manifest
+
+
+class WeightSync:
+    """Publishes the trainer's weights and has every engine apply them, in order, one version at a time.
+
+    A slot of the buffer is freed only by the acknowledgements this class passes on.
+    """
+
+    def __init__(self, trainer: Trainer, router: Router, buffer: ReplayBuffer, config: WeightsConfig) -> None:
+        self._trainer, self._router, self._buffer = trainer, router, buffer
+        self._interruption = Interruption(config.interruption)
+        self._pending: asyncio.Queue[Manifest] = asyncio.Queue()
+        self._published = -1
+        self._applied = -1
+        self._moved = asyncio.Condition()
+        self._metrics = Metrics()
+
+    async def publish(self) -> Manifest:
+        """Encode and store what changed, and queue it for the engines. Returns when the version is durable, not applied."""
+        manifest = await self._trainer.publish()
+        self._published = manifest.version
+        self._pending.put_nowait(manifest)
+        return manifest
+
+    async def start(self) -> None:
+        """Publish the anchor and wait until the engines hold it; none serves before."""
+        await self.publish()
+        await self._apply(self._pending.get_nowait())
+
+    async def run(self) -> None:
+        """Apply published versions until cancelled.
+
+        Waits for: a published version; with `drain`, the end of running rollouts. Unblocks: admission, through acknowledgements.
+        """
+        while True:
+            await self._apply(await self._pending.get())
+
+    async def applied(self) -> int:
+        """Wait until the engines hold the newest published version; returns it."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._applied == self._published)
+        return self._applied
+
+    def take_metrics(self) -> Metrics:
+        """What was measured since the last call."""
+        taken, self._metrics = self._metrics, Metrics()
+        return taken
+
+    async def _apply(self, manifest: Manifest) -> None:
+        update = await self._router.update(manifest, self._interruption)
+        for name, ack in update.acks.items():
+            self._buffer.acknowledge(name, ack.version)
+            self._metrics.mean("weights/pause_s/mean", ack.pause_s, count=1)
+            self._metrics.sum("weights/recomputed_tokens/sum", ack.recomputed_tokens)
+        for name in update.failed:
+            self._buffer.fence(name)
+        self._metrics.mean("weights/sync_s/mean", update.seconds, count=1)
+        self._metrics.mean("weights/density/mean", manifest.density, count=1)
+        self._metrics.mean("weights/payload_bytes/mean", manifest.payload_bytes, count=1)
+        self._trainer.retain(manifest.version)
+        async with self._moved:
+            self._applied = manifest.version
+            self._moved.notify_all()

@@ -1,0 +1,27 @@
+"""The smallest asynchronous run, as a script: a model folder, prompts, a reward, thirty lines. `python recipes/minimal.py MODEL`."""
+
+import asyncio
+import sys
+
+from arithmetic.task import is_correct, sums
+
+import asyncrl
+
+
+async def main(model: str, steps: int = 200) -> None:
+    """Train `model` on sums and print the reward of each step."""
+    run = asyncrl.Run(
+        prompts=asyncrl.PromptSource(sums(seed=0)),
+        engine=asyncrl.TransformersEngine(model),
+        env=asyncrl.SingleTurn(reward=is_correct),
+        sampling=asyncrl.Sampling(temperature=1.0, max_new_tokens=4),
+        buffer=asyncrl.ReplayBuffer(groups_per_step=32, group_size=16, max_staleness=2),
+        trainer=asyncrl.Trainer(model, advantages="grpo", correction="token_tis", loss="decoupled_ppo", learning_rate=5e-4, processes=1),
+    )
+    async with run:
+        async for step in run.steps(steps):
+            print(step.index, step["reward/total/mean"], step["staleness/token/max"], flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
