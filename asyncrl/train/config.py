@@ -1,0 +1,247 @@
+"""Settings of the trainer and its algorithm. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from asyncrl.correction.presets import Correction
+from asyncrl.errors import ConfigError
+from asyncrl.weights.config import WeightsConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class Constant(_Section):
+    """The learning rate stays, after a linear warm-up."""
+
+    kind: Literal["constant"]
+    warm_up_steps: int = Field(default=0, ge=0)
+
+    def factor(self, step: int) -> float:
+        """Share of the learning rate in step 0, 1, …"""
+        return _warm_up(step, self.warm_up_steps)
+
+
+class Linear(_Section):
+    """Linear warm-up, then linear descent to `final_frac` at `total_steps`, where it stays."""
+
+    kind: Literal["linear"]
+    total_steps: int = Field(ge=1)
+    warm_up_steps: int = Field(default=0, ge=0)
+    final_frac: float = Field(default=0.0, ge=0, le=1)
+
+    def factor(self, step: int) -> float:
+        """Share of the learning rate in step 0, 1, …"""
+        done = _progress(step, self.warm_up_steps, self.total_steps)
+        return _warm_up(step, self.warm_up_steps) * (1 - (1 - self.final_frac) * done)
+
+
+class Cosine(_Section):
+    """Linear warm-up, then half a cosine down to `final_frac` at `total_steps`, where it stays."""
+
+    kind: Literal["cosine"]
+    total_steps: int = Field(ge=1)
+    warm_up_steps: int = Field(default=0, ge=0)
+    final_frac: float = Field(default=0.0, ge=0, le=1)
+
+    def factor(self, step: int) -> float:
+        """Share of the learning rate in step 0, 1, …"""
+        done = _progress(step, self.warm_up_steps, self.total_steps)
+        return _warm_up(step, self.warm_up_steps) * (self.final_frac + (1 - self.final_frac) * (1 + math.cos(math.pi * done)) / 2)
+
+
+Schedule = Annotated[Annotated[Constant | Linear | Cosine, Field(discriminator="kind")], BeforeValidator(_kind)]
+
+
+class GRPO(_Section):
+    """(r − mean) / std of the group. 2402.03300."""
+
+    kind: Literal["grpo"]
+
+
+class DrGRPO(_Section):
+    """r − mean of the group. 2503.20783."""
+
+    kind: Literal["dr_grpo"]
+
+
+class RLOO(_Section):
+    """r − mean of the other rollouts of the group. 2402.14740."""
+
+    kind: Literal["rloo"]
+
+
+AdvantagesConfig = Annotated[Annotated[GRPO | DrGRPO | RLOO, Field(discriminator="kind")], BeforeValidator(_kind)]
+
+
+class NoCorrection(_Section):
+    """Weight 1 on every token, chosen knowingly."""
+
+    kind: Literal["none"]
+
+    def build(self) -> Correction:
+        """What `correct` takes."""
+        return Correction(level="none")
+
+
+class TokenTIS(_Section):
+    """w = min(ratio, truncate_high): truncated importance sampling."""
+
+    kind: Literal["token_tis"]
+    truncate_high: float = Field(default=2.0, gt=0)
+
+    def build(self) -> Correction:
+        """What `correct` takes."""
+        return Correction(truncate_high=self.truncate_high)
+
+
+class IcePop(_Section):
+    """Tokens whose ratio leaves [mask_low, mask_high] lose their gradient. 2510.18855."""
+
+    kind: Literal["icepop"]
+    mask_low: float = Field(default=0.5, gt=0)
+    mask_high: float = Field(default=5.0, gt=0)
+
+    def build(self) -> Correction:
+        """What `correct` takes."""
+        return Correction(mask_low=self.mask_low, mask_high=self.mask_high)
+
+
+CorrectionConfig = Annotated[Annotated[NoCorrection | TokenTIS | IcePop, Field(discriminator="kind")], BeforeValidator(_kind)]
+
+
+class _Clipped(_Section):
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_high: float = Field(default=0.28, ge=0)
+    """Clip-higher, DAPO 2503.14476."""
+    aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
+    """How token losses become one number; denominators are counted over all ranks, before correction."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The constant length of `dr_grpo`, and of nothing else."""
+
+    @model_validator(mode="after")
+    def _constant_length_belongs_to_dr_grpo(self) -> _Clipped:
+        if (self.aggregation == "dr_grpo") != (self.max_tokens is not None):
+            raise ConfigError("loss.aggregation, loss.max_tokens", value=(self.aggregation, self.max_tokens),
+                              allowed="max_tokens with aggregation dr_grpo, and only there",
+                              remedy="Set loss.max_tokens to the token budget of a completion, or choose another aggregation.")
+        return self
+
+
+class DecoupledPPO(_Clipped):
+    """The clip is around the proximal policy, importance weights account for the policy that sampled. 2505.24298."""
+
+    kind: Literal["decoupled_ppo"]
+
+
+class PPO(_Clipped):
+    """The clip is around the policy that sampled. 1707.06347. Takes no importance weights."""
+
+    kind: Literal["ppo"]
+
+
+LossConfig = Annotated[Annotated[DecoupledPPO | PPO, Field(discriminator="kind")], BeforeValidator(_kind)]
+
+
+class TrainerConfig(_Section):
+    """Processes, optimizer and limits of the trainer."""
+
+    processes: int = Field(default=1, ge=0)
+    """Ranks, each a child process; 0 trains in the calling process."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each rank."""
+    learning_rate: float = Field(gt=0)
+    schedule: Schedule = Constant(kind="constant")
+    """A function of the policy version alone, so a resumed run follows it exactly."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW; 0.95 forgets old gradients in 20 steps, as GPT-3 (2005.14165) and DeepSeek-V3 (2412.19437) have it."""
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled; on matrices alone, not on norms and biases."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    microbatch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens of one forward; a longer sequence has one of its own."""
+    minibatches_per_step: int = Field(default=1, ge=1)
+    """Updates an epoch; each takes whole groups."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward; master weights, optimizer and logprobs are float32. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    max_nonfinite_steps: int = Field(default=3, ge=1)
+    """So many steps in a row with a NaN or infinite gradient end the run; a single one is skipped and counted."""
+    checkpoint_every_steps: int | None = Field(default=20, ge=1)
+    """What a dead rank costs at most, in steps trained again. None: everything since the start of the run."""
+    max_restarts: int = Field(default=3, ge=0)
+    """So many restarts without a finished step in between end the run."""
+    step_timeout_s: float = Field(default=1800.0, gt=0)
+    """A rank that takes longer for one operation counts as dead."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """From the start of a rank to its loaded model."""
+
+    @model_validator(mode="after")
+    def _half_precision_needs_a_rank_of_its_own(self) -> TrainerConfig:
+        if self.processes == 0 and self.dtype == "bfloat16":
+            raise ConfigError("trainer.dtype, trainer.processes", value=(self.dtype, self.processes), allowed="bfloat16 with processes ≥ 1",
+                              remedy="Set trainer.processes to 1: mixed precision is FSDP2's, and needs a process group.")
+        return self
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one step."""
+        return self.minibatches_per_step * self.epochs
+
+
+class TrainConfig(_Section):
+    """Everything a trainer rank needs to know of the algorithm."""
+
+    trainer: TrainerConfig
+    advantages: AdvantagesConfig = GRPO(kind="grpo")
+    correction: CorrectionConfig | None = None
+    """None: not chosen; right only where data cannot be stale."""
+    loss: LossConfig = DecoupledPPO(kind="decoupled_ppo")
+    weights: WeightsConfig = WeightsConfig()
+
+    @model_validator(mode="after")
+    def _ppo_takes_no_weights(self) -> TrainConfig:
+        if self.loss.kind == "ppo" and self.correction is not None and self.correction.kind != "none":
+            raise ConfigError("loss.kind, correction.kind", value=(self.loss.kind, self.correction.kind), allowed="correction none with ppo",
+                              remedy="PPO's ratio already is against the policy that sampled; use decoupled_ppo to correct.")
+        return self
+
+    def build_correction(self) -> Correction:
+        """What `correct` takes; without a choice, weight 1 everywhere."""
+        return Correction(level="none") if self.correction is None else self.correction.build()
+
+
+def validated(tree: dict[str, Any]) -> TrainConfig:
+    """The configuration a plain tree describes. Raises ConfigError with the field and, for an unknown one, its nearest neighbour."""
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        field = ".".join(str(part) for part in first["loc"])
+        known = sorted(TrainerConfig.model_fields) if first["loc"][0] == "trainer" else []
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1) if first["type"] == "extra_forbidden" else []
+        remedy = f"Did you mean {near[0]!r}?" if near else "Correct it or leave it out."
+        raise ConfigError(field, value=first.get("input"), allowed=first["msg"], remedy=remedy) from error
+
+
+def _warm_up(step: int, warm_up_steps: int) -> float:
+    return min(1.0, (step + 1) / warm_up_steps) if warm_up_steps else 1.0
+
+
+def _progress(step: int, warm_up_steps: int, total_steps: int) -> float:
+    return min(1.0, max(0.0, (step - warm_up_steps) / max(1, total_steps - warm_up_steps)))

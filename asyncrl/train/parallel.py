@@ -1,0 +1,94 @@
+"""The ranks of one trainer: process group, sharding, and the few reductions a step needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from asyncrl.train.model import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    """None: alone, without a process group."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; every rank gets it."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Maximum over ranks, in place; every rank gets it."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+    def _reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=op)
+        return tensor
+
+
+def connect(*, rank: int, world_size: int, rendezvous: Path | None, timeout_s: float) -> Ranks:
+    """Meet the other ranks through a file that is new for this start; without one the rank is alone in its process.
+
+    A collective that waits longer than `timeout_s` raises.
+    """
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    if rendezvous is None:
+        return Ranks(rank=0, world_size=1, device=device, mesh=None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.FileStore(str(rendezvous), world_size), rank=rank,
+                            world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank=rank, world_size=world_size, device=device, mesh=init_device_mesh(device.type, (world_size,)))
+
+
+def shard(policy: Policy, ranks: Ranks, *, compute_dtype: Literal["float32", "bfloat16"]) -> None:
+    """Shard every transformer layer, then the rest, in place. Master weights and gradient sums stay float32."""
+    policy.to(ranks.device)
+    if ranks.mesh is None:
+        return
+    mixed = MixedPrecisionPolicy(param_dtype=getattr(torch, compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False)
+    layer_classes = set(policy.lm._no_split_modules or ())
+    for module in list(policy.lm.modules()):
+        if type(module).__name__ in layer_classes:
+            fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a tensor; the tensor itself when it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def flat_span(tensor: Tensor) -> tuple[int, Tensor]:
+    """Flat index in the whole tensor of the first element this rank holds, and what it holds, [n], sharing memory."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.detach().view(-1)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return offset[0] * row, tensor.to_local().detach().view(-1)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered; every rank must call it."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

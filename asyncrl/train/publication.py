@@ -1,0 +1,77 @@
+"""What the trainer has published: which manifest comes next, a delta or an anchor, and under which run epoch. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.manifest import Manifest, RankPublication, merge
+from asyncrl.weights.store import StoreTransport
+
+
+class Publication:
+    """The controller's half of publishing; the ranks encode, this commits."""
+
+    def __init__(self, root: Path, *, config: WeightsConfig) -> None:
+        self._store = StoreTransport(root)
+        self._config = config
+        self._manifest: Manifest | None = None
+        self._count = 0
+        self._ranks_hold_it = False
+        self.run_epoch = 0
+
+    @property
+    def dtype(self) -> Literal["bfloat16", "float32"]:
+        """Of published parameters."""
+        return self._config.dtype
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest."""
+        assert self._manifest is not None
+        return self._manifest
+
+    @property
+    def last_version(self) -> int | None:
+        """Of the newest manifest; None without one."""
+        return None if self._manifest is None else self._manifest.version
+
+    def holds(self, version: int) -> bool:
+        """Whether this version is the published one."""
+        return self.last_version == version
+
+    def request(self, version: int) -> dict[str, Any]:
+        """What the ranks are asked for: a delta on what their publishers hold, or an anchor."""
+        every = self._config.anchor_every_versions
+        anchor = not self._ranks_hold_it or (every is not None and self._count % every == 0)
+        return {"version": version, "base": None if anchor else self.last_version}
+
+    def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> None:
+        """Make what the ranks wrote visible. Raises WeightSyncError."""
+        ranks = [RankPublication.from_wire(wire) for wire in publications]
+        manifest = merge(ranks, run_epoch=self.run_epoch, version=version, base=ranks[0].base)
+        self._store.commit(manifest)
+        self._manifest, self._ranks_hold_it = manifest, True
+        self._count += 1
+
+    def retain(self, oldest_version: int) -> None:
+        """Delete versions below."""
+        self._store.retain(oldest_version)
+
+    def lose_snapshot(self) -> None:
+        """The ranks are new: until they adopt the published version, only an anchor can follow."""
+        self._ranks_hold_it = False
+
+    def adopt(self, hash_shares: Sequence[int]) -> None:
+        """New ranks took up the published version: proved by its state hash, or else what they hold is another history."""
+        if sum(hash_shares) % (1 << 64) == self.manifest.state_hash:
+            self._ranks_hold_it = True
+        else:
+            self.restart(run_epoch=self.run_epoch + 1)
+
+    def restart(self, *, run_epoch: int) -> None:
+        """Versions may be made again, and differ: engines are to take the next one as an anchor of a new epoch."""
+        self.run_epoch = run_epoch
+        self._manifest, self._ranks_hold_it = None, False

@@ -1,0 +1,130 @@
+"""One trainer rank: loads its shards, steps, scores, publishes, saves. Runs in a child or, alone, in the calling process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.channel import Channel, Reply, Request, serve_calls
+from asyncrl.train.batch import PackedBatch
+from asyncrl.train.checkpoint import load_shards, save_shards
+from asyncrl.train.config import TrainConfig
+from asyncrl.train.export import export_folder
+from asyncrl.train.microbatch import build, layout
+from asyncrl.train.model import ForwardInputs, load_policy
+from asyncrl.train.optim import Optimizer
+from asyncrl.train.packing import plan
+from asyncrl.train.parallel import connect, shard
+from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.step import Trainee, train_step
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.store import StoreTransport
+from asyncrl.weights.torch_pieces import checkpoint_tensors, local_bits, local_pieces
+
+
+class RankTrainer:
+    """The state of one rank. `handlers` are its operations; every rank gets the same calls in the same order."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        torch.set_num_threads(spec.config.trainer.threads)
+        self._spec = spec
+        policy = load_policy(Path(spec.model))
+        self._ranks = connect(rank=spec.rank, world_size=spec.world_size, rendezvous=Path(spec.rendezvous) if spec.rendezvous else None,
+                              timeout_s=spec.config.trainer.step_timeout_s)
+        shard(policy, self._ranks, compute_dtype=_compute_dtype(spec.config, self._ranks.device))
+        self._lm = policy.lm
+        optimizer = Optimizer(dict(policy.lm.named_parameters()), config=spec.config.trainer, ranks=self._ranks)
+        self._trainee = Trainee(policy=policy, optimizer=optimizer, ranks=self._ranks, config=spec.config)
+        self._publisher = self._new_publisher()
+
+    def handlers(self) -> dict[str, Any]:
+        """Operation by name, as `serve_calls` takes them."""
+        return {"step": self.step, "score": self.score, "publish": self.publish, "committed": self.committed, "adopt": self.adopt,
+                "save": self.save, "restore": self.restore, "export": self.export}
+
+    def step(self, request: Request) -> Mapping[str, Any]:
+        """Train on the batch in file `path`."""
+        batch = PackedBatch.load(Path(request.body["path"]))
+        outcome = train_step(self._trainee, batch)
+        return {"metrics": outcome.metrics.to_wire(), "skipped": outcome.skipped, "nonfinite": outcome.nonfinite,
+                "trained_tokens": outcome.trained_tokens}
+
+    @torch.no_grad()
+    def score(self, request: Request) -> Reply:
+        """[T] logprobs of whole sequences, 0 at the first token of each; the same on every rank."""
+        tokens, cu_seqlens = request.arrays["tokens"], request.arrays["cu_seqlens"]
+        temperatures = request.arrays["temperatures"]
+        targets = np.ones(len(tokens), np.bool_)
+        targets[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = False
+        alone = np.arange(len(temperatures))
+        whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=alone)
+        plans = plan(whole.costs, shared=whole.shared, group_ids=alone, ranks=self._ranks.world_size,
+                     microbatch_tokens=self._spec.config.trainer.microbatch_tokens)
+        logprobs = torch.zeros(len(tokens), device=self._ranks.device)
+        for sequences in plans[self._ranks.rank]:
+            inputs = ForwardInputs.of(build(whole, sequences), self._ranks.device)
+            logprobs[inputs.places] = self._trainee.policy(inputs)[0]
+        return Reply(arrays={"logprobs": self._ranks.sum(logprobs).cpu().numpy()})
+
+    def publish(self, request: Request) -> Mapping[str, Any]:
+        """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`."""
+        self._publisher.abandon()
+        publication = self._publisher.publish(self._bits(), version=request.body["version"], base=request.body["base"])
+        return publication.to_wire()
+
+    def committed(self, request: Request) -> None:
+        """The manifest of `version` is durable."""
+        self._publisher.committed(request.body["version"])
+
+    def adopt(self, request: Request) -> Mapping[str, Any]:
+        """Take the current weights for the published `version`; the reply's hash share must prove it."""
+        return {"hash_share": self._publisher.adopt(self._bits(), version=request.body["version"])}
+
+    def save(self, request: Request) -> Mapping[str, Any]:
+        """Write this rank's file of a checkpoint into `folder`."""
+        name = f"rank-{self._spec.rank:05d}.safetensors"
+        save_shards(self._tensors(), Path(request.body["folder"]) / name, rank=self._spec.rank)
+        return {"name": name, "updates": self._trainee.optimizer.updates}
+
+    def restore(self, request: Request) -> None:
+        """Load weights and optimizer from the `files` of a checkpoint, whatever number of ranks wrote it."""
+        load_shards(self._tensors(), [Path(file) for file in request.body["files"]])
+        self._trainee.optimizer.updates = request.body["updates"]
+        self._publisher = self._new_publisher()
+
+    def export(self, request: Request) -> None:
+        """Write a Hugging Face folder to `folder`."""
+        export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._ranks.close()
+
+    def _new_publisher(self) -> Publisher:
+        return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
+                         store=StoreTransport(Path(self._spec.store)))
+
+    def _bits(self) -> Any:
+        return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()} | self._trainee.optimizer.moments()
+
+
+def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
+    """A rank as a child process: answers until the controller closes it."""
+    trainer = RankTrainer(RankSpec.from_wire(spec))
+    try:
+        serve_calls(channel, trainer.handlers())
+    finally:
+        trainer.close()
+
+
+def _compute_dtype(config: TrainConfig, device: torch.device) -> Any:
+    if config.trainer.dtype != "auto":
+        return config.trainer.dtype
+    return "bfloat16" if device.type == "cuda" else "float32"

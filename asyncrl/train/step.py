@@ -1,0 +1,213 @@
+"""One step: from a batch to at least one update of the weights.
+
+    proximal logprobs [T] ──▶ correct(), once, frozen ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update
+
+The proximal pass is left out where it cannot differ from the forward that trains: with a single update a step and a correction
+that needs one token at a time. Every rank maps the whole batch, so denominators and advantages need no communication; the
+[T] numbers that do are summed once, each token being computed by one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.correction import advantages as baselines
+from asyncrl.correction.aggregate import Denominators, aggregate, count
+from asyncrl.correction.batch import Corrected, CorrectionBatch
+from asyncrl.correction.diagnostics import diagnose_update
+from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
+from asyncrl.correction.weights import correct, weigh
+from asyncrl.metrics import Metrics
+from asyncrl.train.batch import PackedBatch
+from asyncrl.train.config import TrainConfig
+from asyncrl.train.microbatch import build, layout
+from asyncrl.train.model import ForwardInputs, Policy
+from asyncrl.train.optim import Optimizer, Update
+from asyncrl.train.packing import plan
+from asyncrl.train.parallel import Ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainee:
+    """What a step works on, on one rank."""
+
+    policy: Policy
+    optimizer: Optimizer
+    ranks: Ranks
+    config: TrainConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """What a step did; the same on every rank."""
+
+    metrics: Metrics
+    skipped: bool
+    """No update was applied."""
+    nonfinite: bool
+    """A gradient or logprob was NaN or infinite; the updates it belonged to were not applied."""
+    trained_tokens: int
+    """Loss tokens that reached an applied update with a weight."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """The share of one update: what this rank computes, and the denominators of all ranks."""
+
+    inputs: tuple[ForwardInputs, ...]
+    denominators: Denominators
+
+
+@dataclass(slots=True, eq=False)
+class Traces:
+    """[T] numbers of the tokens this rank computed, 0 elsewhere; summed over ranks they are whole. Later epochs overwrite."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    losses: Tensor
+    log_ratio: Tensor
+    clipped: Tensor
+    updates: list[Update] = field(default_factory=list)
+
+
+def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
+    """Train on a batch; every rank calls it with the same one. Raises StalenessError for a token newer than the batch's version."""
+    began_s = time.perf_counter()
+    if batch.num_loss_tokens == 0:
+        return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=False, trained_tokens=0)
+    tokens = _tokens(trainee, batch)
+    correction = trainee.config.build_correction()
+    minibatches = minibatches_of(trainee, batch)
+    corrected = None
+    if not (trainee.config.trainer.updates_per_step == 1 and correction.is_token_local):
+        tokens = dataclasses.replace(tokens, proximal_logprobs=_proximal(trainee, minibatches, like=tokens.rollout_logprobs))
+        if not bool(torch.isfinite(tokens.proximal_logprobs).all()):
+            return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
+        corrected = correct(tokens, correction)
+    traces = _updates(trainee, minibatches, tokens=tokens, corrected=corrected)
+    applied = [update for update in traces.updates if update.skipped is None]
+    nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
+    if not nonfinite and corrected is None:
+        corrected = correct(dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), correction)
+    kept = 0 if nonfinite or corrected is None else int(corrected.keep_mask.sum())
+    metrics = Metrics()
+    if not nonfinite:
+        metrics.merge(corrected.metrics)
+        _record(metrics, traces, tokens=tokens, config=trainee.config)
+    metrics.sum("train/updates/sum", len(applied))
+    metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
+    metrics.last("train/learning_rate/last", trainee.optimizer.learning_rate(batch.version))
+    seconds = time.perf_counter() - began_s
+    metrics.last("train/step_s/last", seconds)
+    metrics.last("train/tokens_per_s/last", len(batch.tokens) / seconds)
+    return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite, trained_tokens=kept if applied else 0)
+
+
+def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...]:
+    """Whole groups for each update, spread over ranks and micro-batches; the same plan on every rank."""
+    settings, ranks = trainee.config.trainer, trainee.ranks
+    group_ids = batch.group_ids[batch.rollout_ids]
+    whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=batch.temperatures,
+                   group_ids=group_ids)
+    groups = np.unique(group_ids[whole.costs > 0])
+    minibatches = []
+    for chosen in np.array_split(groups, min(settings.minibatches_per_step, len(groups))):
+        inside = np.isin(group_ids, chosen)
+        plans = plan(np.where(inside, whole.costs, 0), shared=whole.shared, group_ids=group_ids, ranks=ranks.world_size,
+                     microbatch_tokens=settings.microbatch_tokens)
+        mask = batch.loss_mask & np.repeat(inside, np.diff(batch.cu_seqlens))
+        minibatches.append(Minibatch(
+            inputs=tuple(ForwardInputs.of(build(whole, sequences), ranks.device) for sequences in plans[ranks.rank]),
+            denominators=count(torch.from_numpy(mask), cu_seqlens=torch.from_numpy(batch.cu_seqlens))))
+    return tuple(minibatches)
+
+
+def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
+    """The batch as tensors, with the advantage of its rollout at every token; proximal logprobs are still those of the rollout."""
+    estimate = {"grpo": baselines.grpo, "dr_grpo": baselines.dr_grpo, "rloo": baselines.rloo}[trainee.config.advantages.kind]
+    advantages = estimate(batch.rewards, group_ids=batch.group_ids, valid=batch.valid)
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(trainee.ranks.device)
+
+    rollout_logprobs = put(batch.rollout_logprobs)
+    return CorrectionBatch(
+        rollout_logprobs=rollout_logprobs, proximal_logprobs=rollout_logprobs, loss_mask=put(batch.loss_mask),
+        advantages=put(advantages[batch.rollout_ids[batch.sequence_ids]].astype(np.float32)),
+        turn_ids=put(batch.turn_ids), policy_versions=put(batch.policy_versions), cu_seqlens=put(batch.cu_seqlens),
+        group_ids=put(batch.group_ids[batch.rollout_ids]), version=batch.version)
+
+
+@torch.no_grad()
+def _proximal(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, like: Tensor) -> Tensor:
+    """[T] logprobs under the weights at the start of the step, by the micro-batches that will train."""
+    proximal = torch.zeros_like(like)
+    for minibatch in minibatches:
+        for inputs in minibatch.inputs:
+            proximal[inputs.places] = trainee.policy(inputs)[0]
+    return trainee.ranks.sum(proximal)
+
+
+def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, corrected: Corrected | None) -> Traces:
+    rows = tokens.rollout_logprobs.new_zeros(5, len(tokens.loss_mask))
+    updates = []
+    for _ in range(trainee.config.trainer.epochs):
+        for minibatch in minibatches:
+            for inputs in minibatch.inputs:
+                rows[:, inputs.places] = _backward(trainee, inputs, tokens=tokens, corrected=corrected,
+                                                   denominators=minibatch.denominators)
+            updates.append(trainee.optimizer.update(version=tokens.version))
+    return Traces(*trainee.ranks.sum(rows), updates=updates)
+
+
+def _backward(trainee: Trainee, inputs: ForwardInputs, *, tokens: CorrectionBatch, corrected: Corrected | None,
+              denominators: Denominators) -> Tensor:
+    """Add a micro-batch's gradient; [5, P] rows of `Traces`, detached."""
+    logprobs, entropy = trainee.policy(inputs)
+    loss = _policy_loss(trainee.config, logprobs, places=inputs.places, tokens=tokens, corrected=corrected)
+    settings = trainee.config.loss
+    total = aggregate(loss.losses, loss_mask=torch.ones_like(loss.clipped), cu_seqlens=inputs.cu_targets, denominators=denominators,
+                      mode=settings.aggregation, max_tokens=settings.max_tokens)
+    # FSDP2 averages gradients over ranks; the denominators already are those of all ranks.
+    (total * trainee.ranks.world_size).backward()
+    return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
+
+
+def _policy_loss(config: TrainConfig, logprobs: Tensor, *, places: Tensor, tokens: CorrectionBatch,
+                 corrected: Corrected | None) -> PolicyLoss:
+    """Losses of the [P] predictions at `places`. Without a frozen correction the current logprobs, detached, are the proximal ones."""
+    settings = config.loss
+    advantages, rollout_logprobs = tokens.advantages[places], tokens.rollout_logprobs[places]
+    mask = torch.ones_like(places, dtype=torch.bool)
+    if settings.kind == "ppo":
+        return ppo(logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, loss_mask=mask,
+                   clip_low=settings.clip_low, clip_high=settings.clip_high)
+    if corrected is not None:
+        proximal = tokens.proximal_logprobs[places]
+        share = Corrected(weights=corrected.weights[places], keep_mask=corrected.keep_mask[places])
+    else:
+        proximal = logprobs.detach()
+        none = torch.zeros(1, dtype=torch.int64, device=places.device)
+        share = weigh(CorrectionBatch(
+            rollout_logprobs=rollout_logprobs, proximal_logprobs=proximal, advantages=advantages, loss_mask=mask,
+            turn_ids=tokens.turn_ids[places], policy_versions=tokens.policy_versions[places],
+            cu_seqlens=torch.tensor([0, len(places)], device=places.device), group_ids=none, version=tokens.version),
+            config.build_correction())
+    return decoupled_ppo(logprobs, proximal_logprobs=proximal, advantages=advantages, corrected=share,
+                         clip_low=settings.clip_low, clip_high=settings.clip_high)
+
+
+def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, config: TrainConfig) -> None:
+    mask = tokens.loss_mask
+    loss = aggregate(traces.losses, loss_mask=mask, cu_seqlens=tokens.cu_seqlens, mode=config.loss.aggregation,
+                     denominators=count(mask, cu_seqlens=tokens.cu_seqlens), max_tokens=config.loss.max_tokens)
+    metrics.mean("train/loss/mean", float(loss), count=1)
+    metrics.mean("train/entropy/mean", float(traces.entropy[mask].double().sum()), count=int(mask.sum()))
+    metrics.merge(diagnose_update(traces.log_ratio, clipped=traces.clipped.bool(), loss_mask=mask))
+    metrics.last("train/grad_norm/last", traces.updates[-1].grad_norm)

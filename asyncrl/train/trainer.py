@@ -1,0 +1,267 @@
+"""The controller's side of training: one object that steps, publishes and saves, whatever processes do the work. Needs no torch.
+
+A dead rank costs time, not results. Batch files are kept from the newest checkpoint on; when a rank dies all are started
+anew, load that checkpoint, and train the kept batches again in order: on the same machine with the same ranks bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.channel import Reply
+from asyncrl.errors import CheckpointError, ChildDied, ConfigError, RunAborted, StalenessError
+from asyncrl.metrics import Metrics
+from asyncrl.paths import RunPaths
+from asyncrl.train import checkpoint_store
+from asyncrl.train.batch import offsets, pack
+from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
+from asyncrl.train.config import CorrectionConfig, validated
+from asyncrl.train.publication import Publication
+from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
+from asyncrl.train.rank_spec import RankSpec
+from asyncrl.types import Batch, Sequence
+from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.manifest import Manifest
+
+KEPT_CHECKPOINTS = 2
+"""The newest, and the one before it in case the newest is damaged on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did."""
+
+    version: int
+    """Policy version after the step: batches consumed, skipped ones included."""
+    metrics: Metrics
+    skipped: bool
+    """The weights are those of the version before: nothing to train on, no gradient, or one that is not finite."""
+    trained_tokens: int
+    """Sampled tokens that had a weight in an applied update."""
+    masked_tokens: int
+    """Sampled tokens of the batch that had none."""
+
+
+class Trainer:
+    """Trains the model of a Hugging Face folder; settings are the fields of `TrainerConfig`.
+
+    Args:
+        model: the folder.
+        advantages: "grpo", "dr_grpo", "rloo", or a mapping with `kind`.
+        correction: "token_tis", "icepop", "none", or a mapping with `kind`; must be chosen when data can be stale.
+        loss: "decoupled_ppo", "ppo", or a mapping with `kind`.
+
+    Raises ConfigError before any process starts.
+    """
+
+    def __init__(self, model: str | Path, *, advantages: Any = "grpo", correction: Any = None, loss: Any = "decoupled_ppo",
+                 **settings: Any) -> None:
+        self.model = Path(model)
+        if not (self.model / "config.json").is_file():
+            raise ConfigError("model", value=str(model), allowed="a Hugging Face folder with config.json",
+                              remedy="Download the model first, for example with `hf download NAME --local-dir FOLDER`.")
+        self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss})
+        self.version = 0
+        self._base: Path | None = None
+        self._log: list[Path] = []
+        self._checkpoints: list[Path] = []
+        self._starts = self._restarts_in_row = self._nonfinite_in_row = 0
+        self._since_last_step = Metrics()
+        self._ranks: RankGroup
+        self._paths: RunPaths
+        self._publication: Publication
+
+    @property
+    def correction(self) -> CorrectionConfig | None:
+        """The chosen correction, None when none was chosen."""
+        return self.config.correction
+
+    async def start(self, paths: RunPaths, *, weights: WeightsConfig | None = None) -> None:
+        """Bring the ranks up with the initial model. Raises ConfigError, ChildDied or TimeoutError, leaving no process."""
+        self._paths = paths
+        self._publication = Publication(paths.weights, config=weights or WeightsConfig())
+        await self._start_ranks()
+
+    async def step(self, batch: Batch) -> StepResult:
+        """Train on a batch of the trainer's own version and make the next one.
+
+        Raises StalenessError, ShapeError or NonFiniteError for a batch that cannot be trained, RunAborted when too many steps in a row
+        had a gradient that is not finite, or too many restarts brought no finished step.
+        """
+        if batch.version != self.version:
+            raise StalenessError(f"the batch was made to be trained from version {batch.version}, the trainer is at {self.version}")
+        packed = pack(batch)
+        file = self._paths.batches / f"batch-{self.version:08d}.safetensors"
+        packed.save(file)
+        reply = (await self._call("step", {"path": str(file)}))[0].body
+        self.version += 1
+        self._restarts_in_row = 0
+        self._log.append(file)
+        await self._after_step()
+        return self._result(reply, sampled_tokens=packed.num_sampled_tokens)
+
+    async def score(self, sequences: SequenceOf[Sequence], *, temperature: float = 1.0) -> list[NDArray[np.float32]]:
+        """[T] float32 logprobs of each sequence under the current weights at this temperature; 0 at index 0."""
+        kept = list(sequences)
+        if not kept:
+            return []
+        cu_seqlens = offsets(kept)
+        arrays = {"tokens": np.concatenate([sequence.tokens for sequence in kept]), "cu_seqlens": cu_seqlens,
+                  "temperatures": np.full(len(kept), temperature, np.float32)}
+        logprobs = (await self._call("score", arrays=arrays))[0].arrays["logprobs"]
+        return [logprobs[start:end] for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+
+    async def publish(self) -> Manifest:
+        """Make the current version durable: an anchor the first time, then deltas against the version published before.
+
+        A second call for the same version gives the same manifest. Raises WeightSyncError or NonFiniteError.
+        """
+        while not self._publication.holds(self.version):
+            try:
+                replies = await self._on_ranks("publish", self._publication.request(self.version))
+                self._publication.commit([reply.body for reply in replies], version=self.version)
+                await self._on_ranks("committed", {"version": self.version})
+            except ChildDied as death:
+                await self._recover(death)
+        return self._publication.manifest
+
+    def retain(self, oldest_version: int) -> None:
+        """Published versions below this one are no longer needed by any engine; their files go."""
+        self._publication.retain(oldest_version)
+
+    async def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder; it counts as one when its manifest is there. Raises NonFiniteError, CheckpointError."""
+        await self._save(Path(path))
+
+    async def restore(self, path: str | Path) -> None:
+        """Load a checkpoint folder, or the newest whole one under `path`, saved by any number of ranks. Raises CheckpointError.
+
+        Engines may hold versions that will be made again: a new run epoch begins, and the next publication is an anchor.
+        """
+        folder = Path(path)
+        found = folder if (folder / checkpoint_store.MANIFEST).exists() else checkpoint_store.newest(folder)
+        if found is None:
+            raise CheckpointError(f"there is no whole checkpoint under {folder}")
+        self._base = found
+        self._forget_log()
+        manifest = await self._load_base()
+        self._publication.restart(run_epoch=max(manifest.run_epoch, self._publication.run_epoch) + 1)
+
+    async def export(self, path: str | Path) -> None:
+        """Write a Hugging Face folder of the current weights. Raises NonFiniteError."""
+        await self._call("export", {"folder": str(path)})
+
+    async def close(self) -> None:
+        """End every rank; safe to call twice, and before `start`."""
+        if hasattr(self, "_ranks"):
+            await self._ranks.close()
+
+    async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
+        """An operation on every rank, done again after a recovery when one died."""
+        while True:
+            try:
+                return await self._on_ranks(op, body, arrays=arrays)
+            except ChildDied as death:
+                await self._recover(death)
+
+    async def _on_ranks(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
+        return await self._ranks.call(op, body or {}, arrays=arrays or {}, timeout_s=self.config.trainer.step_timeout_s)
+
+    async def _start_ranks(self) -> None:
+        settings = self.config.trainer
+        rendezvous = self._paths.shared / f"rendezvous-{self._starts}" if settings.processes else None
+        self._starts += 1
+        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=max(1, settings.processes),
+                          rendezvous=str(rendezvous) if rendezvous else None, store=str(self._paths.weights),
+                          published_dtype=self._publication.dtype, config=self.config) for rank in range(max(1, settings.processes))]
+        self._ranks = (await ChildRanks.start(specs, logs=self._paths.logs, start_timeout_s=settings.start_timeout_s)
+                       if settings.processes else InlineRank(specs[0]))
+
+    async def _recover(self, death: ChildDied) -> None:
+        """All ranks anew, at the version they had. Raises RunAborted after `max_restarts` without a finished step."""
+        while True:
+            self._restarts_in_row += 1
+            if self._restarts_in_row > self.config.trainer.max_restarts:
+                raise RunAborted(f"trainer.max_restarts = {self.config.trainer.max_restarts}: no step finished in between; "
+                                 f"the last death: {death}") from death
+            await self._ranks.kill()
+            try:
+                await self._start_ranks()
+                await self._redo()
+            except ChildDied as again:
+                death = again
+            else:
+                self._since_last_step.sum("train/restarts/sum", 1)
+                return
+
+    async def _redo(self) -> None:
+        """Load the newest checkpoint and train the kept batches again; the publishers take up the published version on the way."""
+        self._publication.lose_snapshot()
+        await self._load_base()
+        await self._adopt_when_published()
+        for file in self._log:
+            await self._on_ranks("step", {"path": str(file)})
+            self.version += 1
+            await self._adopt_when_published()
+        self._since_last_step.sum("train/redone_steps/sum", len(self._log))
+
+    async def _adopt_when_published(self) -> None:
+        if self._publication.last_version == self.version:
+            replies = await self._on_ranks("adopt", {"version": self.version})
+            self._publication.adopt([reply.body["hash_share"] for reply in replies])
+
+    async def _load_base(self) -> CheckpointManifest:
+        """The checkpoint the log starts from, or the initial model, which fresh ranks already hold."""
+        if self._base is None:
+            self.version = 0
+            return CheckpointManifest(version=0, updates=0, run_epoch=0, files=())
+        manifest = checkpoint_store.verified(self._base)
+        await self._on_ranks("restore", {"files": [str(self._base / file.name) for file in manifest.files], "updates": manifest.updates})
+        self.version = manifest.version
+        return manifest
+
+    async def _after_step(self) -> None:
+        every = self.config.trainer.checkpoint_every_steps
+        if every and self.version % every == 0:
+            folder = checkpoint_folder(self._paths.checkpoints, self.version)
+            await self._save(folder)
+            self._base = folder
+            self._forget_log()
+            self._checkpoints.append(folder)
+            while len(self._checkpoints) > KEPT_CHECKPOINTS:
+                checkpoint_store.remove(self._checkpoints.pop(0))
+        if not self.config.trainer.processes:
+            self._forget_log()
+
+    def _forget_log(self) -> None:
+        for file in self._log:
+            file.unlink(missing_ok=True)
+        self._log.clear()
+
+    async def _save(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        replies = [reply.body for reply in await self._call("save", {"folder": str(folder.resolve())})]
+        files = checkpoint_store.rank_files(folder, [reply["name"] for reply in replies])
+        checkpoint_store.commit(folder, CheckpointManifest(version=self.version, updates=replies[0]["updates"],
+                                                           run_epoch=self._publication.run_epoch, files=files))
+
+    def _result(self, reply: Any, *, sampled_tokens: int) -> StepResult:
+        metrics, self._since_last_step = self._since_last_step, Metrics()
+        metrics.merge(Metrics.from_wire(reply["metrics"]))
+        metrics.sum("train/tokens/sum", reply["trained_tokens"])
+        metrics.sum("train/skipped_steps/sum", int(reply["skipped"]))
+        metrics.sum("train/nonfinite_steps/sum", int(reply["nonfinite"]))
+        self._nonfinite_in_row = self._nonfinite_in_row + 1 if reply["nonfinite"] else 0
+        if self._nonfinite_in_row >= self.config.trainer.max_nonfinite_steps:
+            raise RunAborted(f"trainer.max_nonfinite_steps = {self.config.trainer.max_nonfinite_steps}: the gradient was NaN or infinite in so many "
+                             "steps in a row. The weights are those before. Likely causes: a learning rate that is too high, or a broken reward.")
+        return StepResult(version=self.version, metrics=metrics, skipped=reply["skipped"], trained_tokens=reply["trained_tokens"],
+                          masked_tokens=sampled_tokens - reply["trained_tokens"])
