@@ -74,8 +74,9 @@ def test_tokens_older_than_eight_steps_share_a_bucket(packed: Make) -> None:
 def test_no_surviving_token_means_no_effective_sample_size() -> None:
     tokens = torch.tensor([-1.0, -2.0])
     batch = CorrectionBatch(rollout_logprobs=tokens, proximal_logprobs=tokens - 5.0, advantages=tokens,
-                            loss_mask=torch.tensor([True, True]), turn_ids=torch.zeros(2, dtype=torch.int16), policy_versions=torch.zeros(2, dtype=torch.int32),
-                            cu_seqlens=torch.tensor([0, 2]), group_ids=torch.tensor([0]), version=0)
+                            loss_mask=torch.tensor([True, True]), turn_ids=torch.zeros(2, dtype=torch.int16),
+                            policy_versions=torch.zeros(2, dtype=torch.int32), cu_seqlens=torch.tensor([0, 2]),
+                            group_ids=torch.tensor([0]), version=0)
     got = correct(batch, preset("icepop")).metrics.result()
     assert got["correction/kept/frac"] == 0.0
     assert "correction/ess/frac" not in got

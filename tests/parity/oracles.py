@@ -1,0 +1,177 @@
+"""Answers numerical cases through the public API of `asyncrl.correction`.
+
+A case has padded inputs [N, L] with anything under the mask, and expected values by name. `evaluate` returns those names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.correction import Correction, CorrectionBatch, correct, weigh
+from asyncrl.correction.advantages import dr_grpo, grpo, rloo
+from asyncrl.correction.aggregate import Denominators, Mode, aggregate, count, scale
+from asyncrl.correction.batch import Corrected
+from asyncrl.correction.diagnostics import diagnose_update, quantiles
+from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
+from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
+
+Inputs = Mapping[str, Any]
+
+
+def evaluate(name: str, inputs: Inputs, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """What the library says about a case, under the case's own names. Raises KeyError for a kind it does not cover."""
+    kinds: dict[str, Callable[[Inputs, torch.dtype], dict[str, Any]]] = {
+        "decoupled_ppo_token_tis": _decoupled_tis, "decoupled_ppo_token_mask_denominators": _decoupled_mask,
+        "identity_prox_equals_behave": _identity, "advantages_group": _advantages, "numerics_overflow": _overflow,
+        "aggregation_across_microbatches_and_ranks": _aggregation, "metrics_offpolicy": _metrics}
+    return kinds[name](inputs, dtype)
+
+
+class _Padded:
+    """A padded case as a packed batch whose rows are all L long."""
+
+    def __init__(self, inputs: Inputs, dtype: torch.dtype) -> None:
+        mask = torch.tensor(inputs["mask"], dtype=torch.float64) > 0
+        self.inputs, self.dtype, self.shape = inputs, dtype, mask.shape
+        sequences, length = mask.shape
+        flat = mask.flatten()
+        advantages = self.flat("adv") if "adv" in inputs else torch.zeros(len(flat), dtype=dtype)
+        self.batch = CorrectionBatch(
+            rollout_logprobs=self.flat("behave_logp"), proximal_logprobs=self.flat("prox_logp"), advantages=advantages, loss_mask=flat,
+            turn_ids=torch.zeros(len(flat), dtype=torch.int16), policy_versions=torch.zeros(len(flat), dtype=torch.int32),
+            cu_seqlens=torch.arange(sequences + 1) * length, group_ids=torch.arange(sequences), version=0)
+
+    def flat(self, name: str) -> Tensor:
+        return torch.tensor(self.inputs[name], dtype=self.dtype).flatten()
+
+    def current(self, name: str = "cur_logp") -> Tensor:
+        return self.flat(name).requires_grad_()
+
+    def rows(self, packed: Tensor) -> list[list[Any]]:
+        return packed.detach().reshape(self.shape).tolist()
+
+    def loss(self, result: PolicyLoss, *, mask: Tensor | None = None) -> Tensor:
+        """Token mean (or the case's aggregation) over the tokens of `mask`, by default the loss mask."""
+        counted = self.batch.loss_mask if mask is None else mask
+        offsets, mode = self.batch.cu_seqlens, _mode(self.inputs.get("aggregation", "token-mean"))
+        return aggregate(result.losses, loss_mask=self.batch.loss_mask, cu_seqlens=offsets, denominators=count(counted, cu_seqlens=offsets),
+                         mode=mode)
+
+    def decoupled(self, current: Tensor, corrected: Corrected) -> PolicyLoss:
+        return decoupled_ppo(current, proximal_logprobs=self.batch.proximal_logprobs, advantages=self.batch.advantages, corrected=corrected,
+                             clip_low=self.inputs["eps_low"], clip_high=self.inputs["eps_high"])
+
+
+def _mode(name: str) -> Mode:
+    return name.replace("-", "_")  # type: ignore[return-value]
+
+
+def _decoupled_tis(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    case = _Padded(inputs, dtype)
+    mask, corrected = case.batch.loss_mask, correct(case.batch, Correction(truncate_high=inputs["cap"]))
+    current = case.current()
+    result = case.decoupled(current, corrected)
+    loss = case.loss(result)
+    loss.backward()
+    plain = case.decoupled(current, weigh(case.batch, Correction(level="none")))
+    update = diagnose_update(result.log_ratio, clipped=result.clipped, loss_mask=mask).result()
+    return {"ratio": case.rows(torch.where(mask, importance_ratio(result.log_ratio), 0.0)), "weight": case.rows(corrected.weights),
+            "clipped": case.rows(result.clipped), "per_token_loss": case.rows(result.losses), "loss": loss.item(),
+            "grad_cur_logp": case.rows(current.grad), "loss_without_weight": case.loss(plain).item(),
+            "clip_fraction": update["correction/clipped/frac"],
+            "truncated_fraction": corrected.metrics.result()["correction/truncated/frac"]}
+
+
+def _decoupled_mask(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    case = _Padded(inputs, dtype)
+    corrected = correct(case.batch, Correction(mask_low=inputs["lower"], mask_high=inputs["upper"]))
+    current = case.current()
+    result = case.decoupled(current, corrected)
+    loss = case.loss(result)
+    loss.backward()
+    offsets = case.batch.cu_seqlens
+    return {"keep": case.rows(corrected.keep_mask), "weight": case.rows(corrected.weights),
+            "n_original": count(case.batch.loss_mask, cu_seqlens=offsets).num_loss_tokens,
+            "n_kept": count(corrected.keep_mask, cu_seqlens=offsets).num_loss_tokens, "loss_orig_denominator": loss.item(),
+            "loss_kept_denominator": case.loss(result, mask=corrected.keep_mask).item(),
+            "rejected_fraction": 1.0 - corrected.metrics.result()["correction/kept/frac"], "grad_cur_logp_orig": case.rows(current.grad)}
+
+
+def _identity(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    case = _Padded(inputs, dtype)
+    plain = ppo(case.current(), rollout_logprobs=case.batch.rollout_logprobs, advantages=case.batch.advantages,
+                loss_mask=case.batch.loss_mask, clip_low=inputs["eps_low"], clip_high=inputs["eps_high"])
+    first = case.current("prox_logp")
+    case.loss(case.decoupled(first, weigh(case.batch, Correction(truncate_high=inputs["cap"])))).backward()
+    return {"ppo_vs_behave_loss": case.loss(plain).item(), "first_minibatch_grad": case.rows(first.grad)}
+
+
+def _advantages(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    def of(rewards: list[float]) -> dict[str, list[float]]:
+        ids = inputs["group"]
+        return {"grpo_unbiased": grpo(rewards, group_ids=ids).tolist(), "dr_grpo": dr_grpo(rewards, group_ids=ids).tolist(),
+                "grpo_biased": grpo(rewards, group_ids=ids, unbiased_std=False).tolist(), "rloo": rloo(rewards, group_ids=ids).tolist()}
+
+    return {name.removeprefix("rewards_"): of(values) for name, values in inputs.items() if name.startswith("rewards_")}
+
+
+def _overflow(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    log_ratio = inputs["log_ratio"]
+    case = _Padded({"mask": [[1] * len(log_ratio)], "behave_logp": [[0.0] * len(log_ratio)], "prox_logp": [log_ratio]}, dtype)
+    low, high = inputs["icepop"]
+    corrections = {"truncated": Correction(truncate_high=inputs["cap"]), "icepop_weight": Correction(mask_low=low, mask_high=high),
+                   "truncated_if_unclamped": Correction(truncate_high=inputs["cap"], log_clamp=40.0)}
+    return {name: correct(case.batch, correction).weights.tolist() for name, correction in corrections.items()}
+
+
+def _aggregation(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    ranks = [[_pack(sequences, dtype) for sequences in microbatches] for _, microbatches in sorted(inputs["losses"].items())]
+    pieces = [piece for rank in ranks for piece in rank]
+    counts = [[count(mask, cu_seqlens=offsets) for _, mask, offsets in rank] for rank in ranks]
+    whole = sum((share for rank in counts for share in rank), Denominators(0, 0))
+
+    def total(shares: list[tuple[Tensor, Tensor, Tensor]], denominators: Denominators, mode: str = "token-mean") -> float:
+        constant = inputs["l_max"] if mode == "dr-grpo" else None
+        return sum(aggregate(losses, loss_mask=mask, cu_seqlens=offsets, denominators=denominators, mode=_mode(mode),
+                             max_tokens=constant).item() for losses, mask, offsets in shares)
+
+    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
+    of_microbatches = [total([piece], own) for rank, owns in zip(ranks, counts, strict=True) for piece, own in zip(rank, owns, strict=True)]
+    of_ranks = [total(rank, sum(owns, Denominators(0, 0))) for rank, owns in zip(ranks, counts, strict=True)]
+    factor = scale(whole, averaging_ranks=inputs["dp"])
+    return {mode: total(pieces, whole, mode) for mode in modes} | {
+        "n_tokens": whole.num_loss_tokens, "n_seqs": whole.num_loss_sequences,
+        "naive_mean_of_microbatch_token_means": sum(of_microbatches) / len(of_microbatches),
+        "naive_mean_of_rank_token_means": sum(of_ranks) / len(of_ranks),
+        "microbatch_backward_values_token_mean": [[losses.sum().item() * factor for losses, _, _ in rank] for rank in ranks]}
+
+
+def _pack(sequences: list[list[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    losses = torch.tensor([loss for sequence in sequences for loss in sequence], dtype=dtype)
+    lengths = torch.tensor([0, *(len(sequence) for sequence in sequences)])
+    return losses, torch.ones(len(losses), dtype=torch.bool), lengths.cumsum(0)
+
+
+def _metrics(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    case = _Padded(inputs, dtype)
+    correction = Correction(truncate_high=inputs["cap"])
+    got = correct(case.batch, correction).metrics.result()
+    names = {"kl": "kl_k1/mean", "k3_kl": "kl_k3/mean", "chi2_token": "chi2/mean", "chi2_seq": "chi2_sequence/mean",
+             "ess_fraction_raw": "ess_raw/frac", "ess_fraction_capped": "ess/frac", "logp_abs_diff_mean": "logprob_gap/mean",
+             "logp_abs_diff_max": "logprob_gap/max", "prob_abs_diff_mean": "prob_gap/mean", "prob_abs_diff_max": "prob_gap/max",
+             "prob_abs_diff_std": "prob_gap/std", "pearson_prob": "prob_pearson/value", "log_ppl_diff_mean": "log_ppl_gap/mean",
+             "token_mult_prob_error": "mult_prob_error/mean"}
+    rows = [_Padded({name: [inputs[name][n]] for name in ("mask", "behave_logp", "prox_logp")}, dtype) for n in range(case.shape[0])]
+    alone = [correct(row.batch, correction).metrics.result() for row in rows if row.batch.loss_mask.any()]
+    mask = case.batch.loss_mask
+    log_ratio = masked_log_ratio(case.batch.proximal_logprobs, sampled_logprobs=case.batch.rollout_logprobs, mask=mask)
+    levels = (0.05, 0.5, 0.95)
+    found = quantiles(importance_ratio(log_ratio[mask]), levels=levels).tolist()
+    return {name: got[f"correction/{metric}"] for name, metric in names.items()} | {
+        "rollout_log_ppl": [row["correction/rollout_log_ppl/mean"] for row in alone],
+        "training_log_ppl": [row["correction/proximal_log_ppl/mean"] for row in alone],
+        "ratio_quantiles": {f"{level}": value for level, value in zip(levels, found, strict=True)}}

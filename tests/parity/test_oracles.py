@@ -1,0 +1,54 @@
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+CASES = json.loads((HERE / "data" / "correction.json").read_text())
+
+
+def load(name: str) -> ModuleType:
+    """A module beside this file, whatever the import mode of the test run."""
+    spec = importlib.util.spec_from_file_location(f"parity_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_agrees(got: Any, wanted: Any, *, tolerance: float, path: str) -> None:
+    """Equal names, shapes and booleans; numbers within an absolute plus relative tolerance."""
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), path
+        for name in wanted:
+            assert_agrees(got[name], wanted[name], tolerance=tolerance, path=f"{path}.{name}")
+    elif isinstance(wanted, list) and any(isinstance(item, list) for item in wanted):
+        assert len(got) == len(wanted), path
+        for n, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            assert_agrees(one, other, tolerance=tolerance, path=f"{path}[{n}]")
+    else:
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_public_api_agrees_with_the_numpy_reference(case: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    got = load("oracles").evaluate(case["name"], case["inputs"], dtype)
+    assert_agrees(got, case["expected"], tolerance=tolerance, path=case["name"])
+
+
+def test_the_stored_cases_are_what_the_reference_writes() -> None:
+    fresh = load("reference").cases()
+    assert [case["name"] for case in fresh] == [case["name"] for case in CASES]
+    for new, stored in zip(fresh, CASES, strict=True):
+        assert new["inputs"] == stored["inputs"]
+        assert_agrees(new["expected"], stored["expected"], tolerance=1e-9, path=new["name"])
+
+
+def test_an_unknown_kind_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="no_such_kind"):
+        load("oracles").evaluate("no_such_kind", {})
