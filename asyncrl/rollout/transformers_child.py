@@ -1,0 +1,127 @@
+"""The child of `TransformersEngine`: a model, its sampler and a weight receiver behind a channel.
+
+    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error]]} with tokens and logprobs
+    requests          {new: [[key, prompt tokens, budget, temperature]], cancelled: [key]} with all prompts in a row
+    hold · pause · apply · resume · health
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
+from asyncrl.errors import WeightSyncError
+from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.loaded_model import load_model
+from asyncrl.rollout.transformers_sampler import Emission, Job, Limits, Sampler
+from asyncrl.types import NOT_SAMPLED
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.store import StoreTransport
+from asyncrl.weights.torch_pieces import checkpoint_tensors
+
+
+def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
+    """Serve one engine until the controller closes it. `spec` is made by `TransformersEngine.start`."""
+    torch.set_num_threads(spec["threads"])
+    child = _Child(channel, spec)
+    threading.Thread(target=child.exit_when_stopped, daemon=True).start()
+    channel.ready()
+    try:
+        while (request := channel.recv()).op != CLOSE:
+            if request.op != CANCEL:
+                child.handle(request)
+    except ParentGone:
+        pass
+    child.sampler.close()
+
+
+class _Child:
+    """Handles requests one after another on the serving thread; chunks leave from it and from the generation thread."""
+
+    def __init__(self, channel: Channel, spec: Mapping[str, Any]) -> None:
+        self._channel = channel
+        model = load_model(Path(spec["folder"]), dtype=spec["dtype"])
+        self._receiver = Receiver(checkpoint_tensors(model), store=StoreTransport(Path(spec["weights"])))
+        self._stream_id: int | None = None
+        self._messages = 0
+        self._paused_at_s = time.monotonic()
+        self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit)
+        self._handlers: dict[str, Callable[[Request], Mapping[str, Any]]] = {
+            "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
+            "health": self._health}
+
+    def handle(self, request: Request) -> None:
+        """Answer one request; an error is the answer to the request that caused it."""
+        if request.op == "chunks":
+            self._stream_id = request.id
+            return
+        try:
+            self._channel.reply(request.id, self._handlers[request.op](request))
+        except ParentGone:
+            raise
+        except Exception as error:
+            self._channel.fail(request.id, error)
+
+    def exit_when_stopped(self) -> None:
+        """End the process when generation has failed: an engine that cannot sample is gone."""
+        if not self.sampler.wait_until_stopped():
+            os._exit(1)
+
+    def _requests(self, request: Request) -> Mapping[str, Any]:
+        tokens = request.arrays["tokens"].tolist()
+        jobs, start = [], 0
+        for key, length, budget, temperature in request.body["new"]:
+            jobs.append(Job(key, tokens[start:start + length], budget, temperature))
+            start += length
+        self.sampler.submit(jobs)
+        self.sampler.cancel(request.body["cancelled"])
+        return {}
+
+    def _hold(self, request: Request) -> Mapping[str, Any]:
+        return {"running": self.sampler.hold()}
+
+    def _pause(self, request: Request) -> Mapping[str, Any]:
+        self._paused_at_s = time.monotonic()
+        self.sampler.pause(Interruption(request.body["kind"]))
+        return {"messages": self._messages}
+
+    def _apply(self, request: Request) -> Mapping[str, Any]:
+        self.sampler.check_parked()
+        state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
+        self.sampler.mark_stale()
+        return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s,
+                "recomputed_tokens": self.sampler.interrupted_tokens}
+
+    def _resume(self, request: Request) -> Mapping[str, Any]:
+        if self._receiver.version is None:
+            raise WeightSyncError(f"no version is held to sample from: {self._receiver.poisoned or 'none has been applied'}")
+        self.sampler.resume()
+        return {}
+
+    def _health(self, request: Request) -> Mapping[str, Any]:
+        version = self._receiver.version
+        return {"version": NOT_SAMPLED if version is None else version, "running_requests": self.sampler.running_requests,
+                "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+    def _emit(self, emissions: list[Emission]) -> None:
+        if not emissions:
+            return
+        assert self._stream_id is not None, "the controller opens the stream before it sends a request"
+        rows = [(emission.key, len(emission.tokens), emission.kv_fresh, emission.finish and emission.finish.value, emission.error)
+                for emission in emissions]
+        tokens = np.fromiter(chain.from_iterable(emission.tokens for emission in emissions), dtype=np.int32)
+        logprobs = np.fromiter(chain.from_iterable(emission.logprobs for emission in emissions), dtype=np.float32)
+        self._messages += 1
+        self._channel.reply(self._stream_id, {"version": self._receiver.version, "rows": rows},
+                            arrays={"tokens": tokens, "logprobs": logprobs}, last=False)
