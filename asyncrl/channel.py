@@ -84,6 +84,8 @@ def unpack(data: bytes | bytearray) -> Any:
 def encode(message: Message) -> list[bytes | memoryview]:
     """Buffers to send in order. Raises ProtocolError over the size limits, TypeError on what cannot travel."""
     described, payload = [], []
+    array_bytes = sum(np.asarray(given).nbytes for given in message.arrays.values())
+    _check_sizes(0, array_bytes)
     for name, given in message.arrays.items():
         array = np.asarray(given, order="C")
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -92,8 +94,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
         described.append({"name": name, "dtype": array.dtype.name, "shape": array.shape})
         payload.append(array.reshape(-1).view(np.uint8).data)
     header = pack({"op": message.op, "id": message.id, "deadline_s": message.deadline_s, "body": message.body, "arrays": described})
-    array_bytes = sum(buffer.nbytes for buffer in payload)
-    _check_sizes(len(header), array_bytes)
+    _check_sizes(len(header), 0)
     head = len(header).to_bytes(_LENGTH_BYTES, "little") + header
     return [b"".join([head, *payload])] if array_bytes <= _JOIN_BYTES else [head, *payload]
 

@@ -16,8 +16,7 @@ def serve(channel: Channel, spec: dict) -> None:
         raise WrongBase("the set-up holds base 3")
     if spec.get("set_up") == "hangs":
         sys.stderr.write("about to hang\n")
-        channel.recv()
-        channel.recv()
+        threading.Event().wait()
     channel.ready({"got": spec, "pid": os.getpid()})
     if spec.get("mode") == "streams":
         _serve_streams(channel)
@@ -38,15 +37,12 @@ def _raise(request: Request) -> None:
 
 def _die(request: Request) -> None:
     sys.stderr.write("last words\n")
-    if "signal" in request.body:
-        os.kill(os.getpid(), request.body["signal"])
-        threading.Event().wait()
     os._exit(request.body["code"])
 
 
 def _write(request: Request) -> None:
     """Raw bytes to the controller, past the framing."""
-    os.write(request.body["fd"], request.body["data"])
+    os.write(int(sys.argv[2]), request.body["data"])
 
 
 def _sigint(request: Request) -> None:
