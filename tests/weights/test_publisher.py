@@ -131,7 +131,7 @@ def test_a_restarted_publisher_goes_on_from_the_adopted_version(rig):
     receiver = Receiver(targets, store=rig.store)
     receiver.apply(rig.publish(3, base=None))
     rig.publisher = Publisher(rig.pieces, rank=0, store=rig.store)
-    rig.publisher.adopt(rig.bits(), version=3)
+    assert rig.publisher.adopt(rig.bits(), version=3) == receiver.state_hash
     rig.change()
     assert receiver.apply(rig.publish(4, base=3)) == state_hash(rig)
     assert rig.holds(targets)
