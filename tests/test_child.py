@@ -129,6 +129,9 @@ def test_an_exit_is_told_with_its_code_and_its_last_words(tmp_path) -> None:
         with pytest.raises(ChildDied, match=r"exit code 3, peak memory .* MB; last lines of .*echo\.log:\nlast words"):
             await child.call("die", {"code": 3}, timeout_s=BOUND_S)
         child = await start(tmp_path)
+        with pytest.raises(ChildDied, match="exit code 3"):
+            await child.call("die", {"code": 3, "leaves_another": True}, timeout_s=BOUND_S)
+        child = await start(tmp_path)
         child.kill()
         assert (await child.wait_exit()).startswith("killed by signal 9 (SIGKILL), on request, peak memory")
 
@@ -252,3 +255,8 @@ def test_kill_9_of_the_controller_leaves_no_child_zygote_or_worker(tmp_path) -> 
             controller.kill()
     assert len(set(pids)) == 3
     assert all(is_gone(pid, within_s=5.0) for pid in pids)
+
+
+def test_processes_and_rewards_need_no_torch() -> None:
+    code = "import sys, asyncrl.child, asyncrl.rollout.reward; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **ENV}, timeout=BOUND_S, check=False).returncode == 0

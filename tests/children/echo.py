@@ -36,6 +36,9 @@ def _raise(request: Request) -> None:
 
 
 def _die(request: Request) -> None:
+    if request.body.get("leaves_another") and os.fork() == 0:
+        os.read(int(sys.argv[2]), 1)
+        os._exit(0)
     sys.stderr.write("last words\n")
     os._exit(request.body["code"])
 
