@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -32,12 +33,12 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.config import check_pairs
-from asyncrl.errors import EndOfData, RunAborted
+from asyncrl.errors import RunAborted
 from asyncrl.meter import Meter
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.engine import Engine, Interruption, require
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.evaluate import Evaluation, roll_out_all, summarise
+from asyncrl.rollout.evaluate import Evaluation, first_failure, roll_out_all, summarise
 from asyncrl.rollout.probe import judge, measure_parity
 from asyncrl.rollout.prompts import PromptSource, complete_prompt
 from asyncrl.rollout.router import Router
@@ -163,9 +164,8 @@ class Run:
         """Train on the next batch and publish. Waits for whole groups; unblocked by roll_out. None when the data has ended."""
         began_s = now_s()
         await self._probe_when_due()
-        try:
-            batch = await self._or_failure(self.buffer.take())
-        except EndOfData:
+        batch = await self._or_failure(self.buffer.take())
+        if batch is None:
             return None
         waited_s = now_s() - began_s
         result = await self.trainer.step(batch)
@@ -190,12 +190,11 @@ class Run:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        for slot in self.buffer.view().slots:
-            self.buffer.drop(slot.group_id, "end_of_run")
+        self.buffer.drop_all("end_of_run")
 
     def account(self) -> Account:
         """The ledger, counted now. Raises LedgerError when it does not close."""
-        return self.ledger.check(buffered=self.buffer.recount(), in_flight=self.worker.in_flight())
+        return self.ledger.check(buffered=self.buffer.held(), in_flight=self.worker.in_flight())
 
     async def _start(self) -> None:
         self.tokenizer = Tokenizer(self.trainer.model)
@@ -204,7 +203,7 @@ class Run:
         self._probe_prompts = tuple(itertools.islice(stream, self.options.probe.prompts))
         self._stream = itertools.chain(self._probe_prompts, stream)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights, seed=self.options.seed))
+            tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights))
             for engine in self.engines:
                 tasks.create_task(engine.start(self.paths))
         for engine in self.engines:
@@ -231,7 +230,8 @@ class Run:
             return
         version = await self._or_failure(self.weights.applied())
         rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP))
-        parity = await measure_parity(rollouts, score=self.trainer.score, version=version)
+        score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
+        parity = await measure_parity(rollouts, score=score, version=version)
         judge(parity, max_mean_gap=probe.max_mean_gap, temperature=self.sampling.temperature)
         self._meter.probed(parity)
 
@@ -246,9 +246,10 @@ class Run:
         try:
             await part
         except Exception as error:
-            self.buffer.fail(error)
+            cause = first_failure(error)
+            self.buffer.fail(cause)
             if not self._failure.done():
-                self._failure.set_exception(error)
+                self._failure.set_exception(cause)
 
     async def _or_failure(self, work: Awaitable[T]) -> T:
         """The result of `work`, or the first failure of any coroutine, whichever comes first."""

@@ -27,9 +27,19 @@ class Evaluation:
 
 async def roll_out_all(worker: RolloutWorker, prompts: SequenceOf[Prompt], *, group_id: int) -> list[Rollout]:
     """One rollout a prompt, all at once. `group_id` is negative, so that no group of the buffer is meant."""
-    async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(worker.run(prompt, group_id=group_id, index=index)) for index, prompt in enumerate(prompts)]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(worker.run(prompt, group_id=group_id, index=index)) for index, prompt in enumerate(prompts)]
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
     return [task.result() for task in started]
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The first error inside nested groups: one cause, not a page of siblings that were cancelled with it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def summarise(rollouts: SequenceOf[Rollout]) -> Evaluation:
