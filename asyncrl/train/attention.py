@@ -50,7 +50,8 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
     """
     longest = max(length for _, length in segments.runs)
     if sliding_window is not None and longest > sliding_window:
-        raise ConfigError("model", value=f"sliding_window={sliding_window}", allowed=f"a window of at least the longest sequence, {longest}",
+        raise ConfigError("model", value=f"sliding_window={sliding_window}",
+                          allowed=f"a window of at least the longest sequence, {longest}",
                           remedy="Train on shorter sequences or choose a model with full attention.")
     grouped = query.shape[1] != key.shape[1]
     query, key, value = (_expand(x[0].transpose(0, 1), segments.expand) for x in (query, key, value))

@@ -56,6 +56,13 @@ def checkpoint_folder(root: Path, version: int) -> Path:
     return root / f"step-{version:08d}"
 
 
+def begin(folder: Path) -> str:
+    """Make room for a checkpoint, removing what lies there; the folder's absolute path."""
+    remove(folder)
+    folder.mkdir(parents=True)
+    return str(folder.resolve())
+
+
 def commit(folder: Path, manifest: CheckpointManifest) -> None:
     """Make a checkpoint whole: its files are written and synced; the manifest follows."""
     temporary = folder / f".{MANIFEST}"

@@ -10,7 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from asyncrl.correction.presets import Correction
 from asyncrl.errors import ConfigError
-from asyncrl.weights.config import WeightsConfig
 
 
 class _Section(BaseModel):
@@ -176,7 +175,8 @@ class TrainerConfig(_Section):
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward; master weights, optimizer and logprobs are float32. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    """Of the forward; master weights, optimizer and logprobs are float32. `auto`: bfloat16 on a GPU, float32 on a CPU
+    and with `processes` 0."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """So many steps in a row with a NaN or infinite gradient end the run; a single one is skipped and counted."""
     checkpoint_every_steps: int | None = Field(default=20, ge=1)
@@ -191,7 +191,8 @@ class TrainerConfig(_Section):
     @model_validator(mode="after")
     def _half_precision_needs_a_rank_of_its_own(self) -> TrainerConfig:
         if self.processes == 0 and self.dtype == "bfloat16":
-            raise ConfigError("trainer.dtype, trainer.processes", value=(self.dtype, self.processes), allowed="bfloat16 with processes ≥ 1",
+            raise ConfigError("trainer.dtype, trainer.processes", value=(self.dtype, self.processes),
+                              allowed="bfloat16 with processes of at least 1",
                               remedy="Set trainer.processes to 1: mixed precision is FSDP2's, and needs a process group.")
         return self
 
@@ -209,12 +210,12 @@ class TrainConfig(_Section):
     correction: CorrectionConfig | None = None
     """None: not chosen; right only where data cannot be stale."""
     loss: LossConfig = DecoupledPPO(kind="decoupled_ppo")
-    weights: WeightsConfig = WeightsConfig()
 
     @model_validator(mode="after")
     def _ppo_takes_no_weights(self) -> TrainConfig:
         if self.loss.kind == "ppo" and self.correction is not None and self.correction.kind != "none":
-            raise ConfigError("loss.kind, correction.kind", value=(self.loss.kind, self.correction.kind), allowed="correction none with ppo",
+            raise ConfigError("loss.kind, correction.kind", value=(self.loss.kind, self.correction.kind),
+                              allowed="correction none with ppo",
                               remedy="PPO's ratio already is against the policy that sampled; use decoupled_ppo to correct.")
         return self
 
@@ -228,7 +229,7 @@ def validated(tree: dict[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             raise cause from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def _check_parity(policy: Policy) -> None:
     places = build(whole, (0, 1)).places
     lm.set_attn_implementation("eager")
     theirs = torch.zeros(11)
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
         row = torch.from_numpy(tokens[start:end].astype(np.int64))
         logprobs = torch.log_softmax(lm(input_ids=row[None], use_cache=False).logits[0, :-1].float(), dim=-1)
         theirs[start + 1:end] = logprobs.gather(1, row[1:, None])[:, 0]

@@ -41,7 +41,7 @@ def plan(costs: NDArray[np.int64], *, shared: NDArray[np.int64], group_ids: NDAr
         return ((),) * ranks
     limit = min(microbatch_tokens, max(1, math.ceil(total / (ranks * BUNDLES_PER_BIN))))
     bundles = _bundles(costs, shared=shared, group_ids=group_ids, limit=limit)
-    count = math.ceil(sum(bundle.cost for bundle in bundles) / (ranks * microbatch_tokens))
+    count = math.ceil(sum(min(bundle.cost, microbatch_tokens) for bundle in bundles) / (ranks * microbatch_tokens))
     while True:
         bins = _spread(bundles, count * ranks)
         if all(len(members) <= 1 or sum(b.cost for b in members) <= microbatch_tokens for members in bins):

@@ -6,7 +6,7 @@ anew, load that checkpoint, and train the kept batches again in order: on the sa
 
 from __future__ import annotations
 
-import shutil
+import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class Trainer:
         self._checkpoints: list[Path] = []
         self._starts = self._restarts_in_row = self._nonfinite_in_row = 0
         self._since_last_step = Metrics()
-        self._ranks: RankGroup
+        self._ranks: RankGroup | None = None
         self._paths: RunPaths
         self._publication: Publication
 
@@ -82,6 +82,11 @@ class Trainer:
     def correction(self) -> CorrectionConfig | None:
         """The chosen correction, None when none was chosen."""
         return self.config.correction
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.config.trainer.learning_rate * self.config.trainer.schedule.factor(self.version)
 
     async def start(self, paths: RunPaths, *, weights: WeightsConfig | None = None) -> None:
         """Bring the ranks up with the initial model. Raises ConfigError, ChildDied or TimeoutError, leaving no process."""
@@ -116,7 +121,7 @@ class Trainer:
         arrays = {"tokens": np.concatenate([sequence.tokens for sequence in kept]), "cu_seqlens": cu_seqlens,
                   "temperatures": np.full(len(kept), temperature, np.float32)}
         logprobs = (await self._call("score", arrays=arrays))[0].arrays["logprobs"]
-        return [logprobs[start:end] for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        return [logprobs[start:end] for start, end in itertools.pairwise(cu_seqlens.tolist())]
 
     async def publish(self) -> Manifest:
         """Make the current version durable: an anchor the first time, then deltas against the version published before.
@@ -160,7 +165,7 @@ class Trainer:
 
     async def close(self) -> None:
         """End every rank; safe to call twice, and before `start`."""
-        if hasattr(self, "_ranks"):
+        if self._ranks is not None:
             await self._ranks.close()
 
     async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
@@ -172,6 +177,7 @@ class Trainer:
                 await self._recover(death)
 
     async def _on_ranks(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
+        assert self._ranks is not None, "start() comes first"
         return await self._ranks.call(op, body or {}, arrays=arrays or {}, timeout_s=self.config.trainer.step_timeout_s)
 
     async def _start_ranks(self) -> None:
@@ -184,18 +190,19 @@ class Trainer:
         self._ranks = (await ChildRanks.start(specs, logs=self._paths.logs, start_timeout_s=settings.start_timeout_s)
                        if settings.processes else InlineRank(specs[0]))
 
-    async def _recover(self, death: ChildDied) -> None:
+    async def _recover(self, death: ChildDied | TimeoutError) -> None:
         """All ranks anew, at the version they had. Raises RunAborted after `max_restarts` without a finished step."""
         while True:
             self._restarts_in_row += 1
             if self._restarts_in_row > self.config.trainer.max_restarts:
                 raise RunAborted(f"trainer.max_restarts = {self.config.trainer.max_restarts}: no step finished in between; "
                                  f"the last death: {death}") from death
-            await self._ranks.kill()
+            if self._ranks is not None:
+                await self._ranks.kill()
             try:
                 await self._start_ranks()
                 await self._redo()
-            except ChildDied as again:
+            except (ChildDied, TimeoutError) as again:
                 death = again
             else:
                 self._since_last_step.sum("train/restarts/sum", 1)
@@ -246,9 +253,8 @@ class Trainer:
         self._log.clear()
 
     async def _save(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        replies = [reply.body for reply in await self._call("save", {"folder": str(folder.resolve())})]
+        place = checkpoint_store.begin(folder)
+        replies = [reply.body for reply in await self._call("save", {"folder": place})]
         files = checkpoint_store.rank_files(folder, [reply["name"] for reply in replies])
         checkpoint_store.commit(folder, CheckpointManifest(version=self.version, updates=replies[0]["updates"],
                                                            run_epoch=self._publication.run_epoch, files=files))
@@ -261,7 +267,8 @@ class Trainer:
         metrics.sum("train/nonfinite_steps/sum", int(reply["nonfinite"]))
         self._nonfinite_in_row = self._nonfinite_in_row + 1 if reply["nonfinite"] else 0
         if self._nonfinite_in_row >= self.config.trainer.max_nonfinite_steps:
-            raise RunAborted(f"trainer.max_nonfinite_steps = {self.config.trainer.max_nonfinite_steps}: the gradient was NaN or infinite in so many "
-                             "steps in a row. The weights are those before. Likely causes: a learning rate that is too high, or a broken reward.")
+            limit = self.config.trainer.max_nonfinite_steps
+            raise RunAborted(f"trainer.max_nonfinite_steps = {limit}: the gradient was NaN or infinite "
+                             "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
         return StepResult(version=self.version, metrics=metrics, skipped=reply["skipped"], trained_tokens=reply["trained_tokens"],
                           masked_tokens=sampled_tokens - reply["trained_tokens"])

@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import pytest
+import torch
+from train_data import inline_rank, random_batch, step_on
+from transformers import AutoModelForCausalLM
+
+from asyncrl.channel import Request
+from asyncrl.errors import CheckpointError, NonFiniteError
+from asyncrl.train import checkpoint_store
+from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
+from asyncrl.train.rank import RankTrainer
+
+
+def save(rank: RankTrainer, folder: Path, *, version: int) -> None:
+    reply = rank.save(Request("save", body={"folder": checkpoint_store.begin(folder)}))
+    files = checkpoint_store.rank_files(folder, [reply["name"]])
+    checkpoint_store.commit(folder, CheckpointManifest(version=version, updates=reply["updates"], run_epoch=0, files=files))
+
+
+def restore(rank: RankTrainer, folder: Path) -> CheckpointManifest:
+    manifest = checkpoint_store.verified(folder)
+    rank.restore(Request("restore", body={"files": [str(folder / file.name) for file in manifest.files], "updates": manifest.updates}))
+    return manifest
+
+
+def test_a_restored_rank_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
+    settings = {"schedule": {"kind": "cosine", "total_steps": 6, "warm_up_steps": 2}}
+    rank = inline_rank(tiny, tmp_path / "store", **settings)
+    for version in range(3):
+        step_on(rank, random_batch(version, version=version))
+    save(rank, tmp_path / "checkpoint", version=3)
+    resumed = inline_rank(tiny, tmp_path / "store", **settings)
+    assert restore(resumed, tmp_path / "checkpoint").version == 3
+    for version in range(3, 6):
+        ours, theirs = (step_on(trainer, random_batch(version, version=version)).metrics.result() for trainer in (rank, resumed))
+        assert ours["train/learning_rate/last"] == theirs["train/learning_rate/last"]
+        assert ours["train/grad_norm/last"] == theirs["train/grad_norm/last"]
+    assert all(torch.equal(tensor, resumed._tensors()[name]) for name, tensor in rank._tensors().items())
+    assert rank._trainee.optimizer.updates == resumed._trainee.optimizer.updates == 6
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "flip", "no manifest", "torn manifest"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_warning(damage: str, tiny: Path, tmp_path: Path) -> None:
+    rank = inline_rank(tiny, tmp_path / "store")
+    older, newer = (checkpoint_folder(tmp_path, version) for version in (20, 100))
+    save(rank, older, version=20)
+    save(rank, newer, version=100)
+    assert checkpoint_store.newest(tmp_path) == newer
+    file, manifest = newer / "rank-00000.safetensors", newer / checkpoint_store.MANIFEST
+    content = file.read_bytes()
+    {"truncate": lambda: file.write_bytes(content[:-1]), "delete": file.unlink,
+     "flip": lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])), "no manifest": manifest.unlink,
+     "torn manifest": lambda: manifest.write_text(manifest.read_text()[:40])}[damage]()
+    with pytest.warns(UserWarning, match="passed over"):
+        assert checkpoint_store.newest(tmp_path) == older
+
+
+def test_without_any_whole_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert checkpoint_store.newest(tmp_path) is None
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tiny: Path, tmp_path: Path) -> None:
+    rank = inline_rank(tiny, tmp_path / "store")
+    with torch.no_grad():
+        rank._lm.model.norm.weight[0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"model.norm.weight"):
+        save(rank, tmp_path / "checkpoint", version=0)
+    with pytest.raises(CheckpointError):
+        checkpoint_store.verified(tmp_path / "checkpoint")
+    with pytest.raises(NonFiniteError, match=r"model.norm.weight"):
+        rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
+    assert not (tmp_path / "export").exists()
+    with pytest.raises(NonFiniteError, match=r"model.norm.weight"):
+        rank.publish(Request("publish", body={"version": 0, "base": None}))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_path: Path) -> None:
+    save(inline_rank(untied, tmp_path / "store"), tmp_path / "untied", version=0)
+    save(inline_rank(tiny, tmp_path / "store"), tmp_path / "tied", version=0)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight, which this model does not have"):
+        restore(inline_rank(tiny, tmp_path / "store"), tmp_path / "untied")
+    with pytest.raises(CheckpointError, match=r"lacks elements of model/lm_head.weight"):
+        restore(inline_rank(untied, tmp_path / "store"), tmp_path / "tied")
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied"])
+def test_an_export_is_a_model_folder_with_the_trained_weights(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = request.getfixturevalue(model)
+    rank = inline_rank(source, tmp_path / "store")
+    step_on(rank, random_batch(0))
+    rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        rank._lm.set_attn_implementation("sdpa")
+        assert torch.equal(exported(tokens).logits, rank._lm(tokens).logits)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "export" / name).read_bytes() == (source / name).read_bytes()
+    names = {name for name, _ in exported.named_parameters()}
+    assert ("lm_head.weight" in names) == (model == "untied")
+
+
+def test_an_export_keeps_the_dtype_of_its_source(tiny: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    rank = inline_rank(tmp_path / "half", tmp_path / "store")
+    assert {parameter.dtype for parameter in rank._lm.parameters()} == {torch.float32}
+    rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
+    assert {parameter.dtype for parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "export").parameters()} == {torch.bfloat16}

@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from asyncrl.errors import ConfigError
+from asyncrl.train.batch import PackedBatch, pack
+from asyncrl.train.microbatch import Layout, build, layout
+from asyncrl.train.model import ForwardInputs, Policy, load_policy
+from asyncrl.types import SequenceBuilder
+
+CPU = torch.device("cpu")
+
+
+def whole_of(packed: PackedBatch, *, shared: bool = True) -> Layout:
+    groups = packed.group_ids[packed.rollout_ids]
+    return layout(packed.tokens, cu_seqlens=packed.cu_seqlens, targets=packed.loss_mask, temperatures=packed.temperatures,
+                  group_ids=groups if shared else np.arange(len(groups)))
+
+
+def packed_logprobs(policy: Policy, packed: PackedBatch, *, shared: bool = True) -> torch.Tensor:
+    """[T] with gradient, 0 where nothing is predicted."""
+    inputs = ForwardInputs.of(build(whole_of(packed, shared=shared), tuple(range(len(packed.temperatures)))), CPU)
+    return torch.zeros(len(packed.tokens)).index_put((inputs.places,), policy(inputs)[0])
+
+
+def separate_logprobs(folder: Path, packed: PackedBatch) -> tuple[torch.Tensor, torch.nn.Module]:
+    """The same from transformers' own forward of each sequence alone."""
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    result = torch.zeros(len(packed.tokens))
+    for n, temperature in enumerate(packed.temperatures.tolist()):
+        start, end = packed.cu_seqlens[n], packed.cu_seqlens[n + 1]
+        row = torch.from_numpy(packed.tokens[start:end].astype(np.int64))
+        logprobs = torch.log_softmax(lm(input_ids=row[None], use_cache=False).logits[0, :-1] / temperature, dim=-1)
+        result = result.index_put((torch.arange(start + 1, end),), logprobs.gather(1, row[1:, None])[:, 0])
+    return torch.where(torch.from_numpy(packed.loss_mask), result, 0.0), lm
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("model", ["tiny", "untied"])
+def test_packed_logprobs_and_gradients_equal_separate_sequences(model: str, shared: bool, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(model)
+    packed = pack(random_batch(0, temperature=0.7))
+    policy = load_policy(folder)
+    ours, (theirs, lm) = packed_logprobs(policy, packed, shared=shared), separate_logprobs(folder, packed)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    factors = torch.linspace(-1, 1, len(ours))
+    (ours * factors).sum().backward()
+    (theirs * factors).sum().backward()
+    for (name, parameter), (other_name, other) in zip(policy.lm.named_parameters(), lm.named_parameters(), strict=True):
+        assert name == other_name
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_tied_weights_are_one_parameter_with_the_gradient_of_both_uses(tiny: Path, untied: Path) -> None:
+    lm = load_policy(tiny).lm
+    assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    two = AutoModelForCausalLM.from_pretrained(untied)
+    two.load_state_dict(lm.state_dict())
+    assert two.get_output_embeddings().weight is not two.get_input_embeddings().weight
+    policies = Policy(lm), Policy(two)
+    two.set_attn_implementation("asyncrl_packed")
+    packed = pack(random_batch(1))
+    for policy in policies:
+        packed_logprobs(policy, packed).sum().backward()
+    both = two.get_input_embeddings().weight.grad + two.get_output_embeddings().weight.grad
+    torch.testing.assert_close(lm.get_input_embeddings().weight.grad, both, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_sees_nothing_of_its_neighbours(tiny: Path) -> None:
+    policy = load_policy(tiny)
+    packed = pack(random_batch(2))
+    before = packed_logprobs(policy, packed).detach()
+    start = packed.cu_seqlens[-2]
+    packed.tokens[start:] = (packed.tokens[start:] + 1) % 16
+    after = packed_logprobs(policy, packed).detach()
+    torch.testing.assert_close(before[:start], after[:start], rtol=0, atol=1e-5)
+    assert not torch.allclose(before[start:], after[start:], atol=1e-3)
+
+
+def test_tokens_the_policy_did_not_sample_are_never_predicted(untied: Path, tmp_path: Path) -> None:
+    builder = SequenceBuilder([2, 3])
+    for turn, tool in ((0, 14), (1, 15)):
+        builder.sampled(np.array([4, 5], np.int32), logprobs=np.array([-2, -2], np.float32), policy_version=0, kv_fresh=True, turn=turn)
+        builder.given([tool], turn=turn)
+    batch = batch_of(rollout(0, 0, builder.build(), reward=1.0), rollout(0, 1, sequence([2, 3], [6]), reward=0.0))
+    assert build(whole_of(pack(batch)), (0,)).places.tolist() == [2, 3, 5, 6]
+    gradient = first_gradient(inline_rank(untied, tmp_path), batch)["model.embed_tokens.weight"]
+    # 14 is context of later samples; nothing is sampled after 15
+    assert gradient[14].abs().sum() > 0
+    assert gradient[15].abs().sum() == 0
+
+
+def test_a_model_with_soft_capped_logits_is_refused(tmp_path: Path) -> None:
+    config = Gemma2Config(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                          num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, sliding_window=64, pad_token_id=0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
+        load_policy(tmp_path)
+
+
+def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
+    config = MistralConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           num_key_value_heads=1, sliding_window=7)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    with pytest.raises(ConfigError, match="sliding_window=7"):
+        packed_logprobs(policy, pack(random_batch(0, longest=12)))

@@ -1,0 +1,140 @@
+"""Ranks as children, on gloo. Each start of a rank imports torch and transformers, so few tests do much."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_data import BETA1, batch_of, inline_rank, random_batch, rollout, sequence, step_on
+
+from asyncrl.channel import Request
+from asyncrl.errors import RunAborted
+from asyncrl.paths import RunPaths
+from asyncrl.train import checkpoint_store
+from asyncrl.train.checkpoint_store import CheckpointManifest
+from asyncrl.train.trainer import StepResult, Trainer
+from asyncrl.types import Batch
+
+LIMIT_S = 120.0
+
+
+def with_ranks(model: Path, folder: Path, use: Callable[[Trainer], Awaitable[None]], *, processes: int, **settings: object) -> None:
+    async def main() -> None:
+        paths = RunPaths(root=folder / "run", shared=folder / "shared")
+        paths.make()
+        trainer = Trainer(model, correction="token_tis", processes=processes, learning_rate=1e-2, max_grad_norm=1e9, **settings)
+        async with asyncio.timeout(LIMIT_S):
+            await trainer.start(paths)
+            try:
+                await use(trainer)
+            finally:
+                await trainer.close()
+
+    asyncio.run(main())
+
+
+def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Flat tensors of a checkpoint, put together from all ranks' files."""
+    pieces = sorted((name, int(start), tensor) for file in folder.glob("*.safetensors")
+                    for (name, _, start), tensor in ((key.rpartition("@"), tensor) for key, tensor in load_file(file).items()))
+    names = dict.fromkeys(name for name, _, _ in pieces)
+    return {name: torch.cat([tensor for other, _, tensor in pieces if other == name]) for name in names}
+
+
+async def killed_mid_step(trainer: Trainer, batch: Batch) -> StepResult:
+    """Stop one rank, so that the step cannot end; kill it once the other has the step in hand."""
+    stopped, working = trainer._ranks._children
+    os.kill(stopped.pid, signal.SIGSTOP)
+    step = asyncio.create_task(trainer.step(batch))
+    while not working._pending:
+        await asyncio.sleep(0)
+    os.kill(stopped.pid, signal.SIGKILL)
+    return await step
+
+
+def unequal_batch() -> Batch:
+    """475 tokens in one group, 100 in another: shares that would need 5 micro-batches here and 1 there."""
+    groups = ([95] * 5, [50, 50])
+    return batch_of(*(rollout(group, n, sequence([2], [3 + n] * length), reward=float(n % 2))
+                      for group, lengths in enumerate(groups) for n, length in enumerate(lengths)))
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one_and_survive_the_death_of_either(tiny: Path, tmp_path: Path) -> None:
+    async def use(trainer: Trainer) -> None:
+        await trainer.save(tmp_path / "initial")
+        await trainer.publish()
+        await trainer.step(random_batch(0))
+        await trainer.save(tmp_path / "first")
+        await trainer.step(random_batch(1, version=1))
+        await trainer.publish()
+        scored = await trainer.score([sequence([2, 3], [4, 5])])
+        await trainer.step(random_batch(2, version=2))
+        undisturbed = await trainer.publish()
+
+        await trainer.restore(tmp_path / "initial")
+        await trainer.step(random_batch(0))
+        await trainer.step(random_batch(1, version=1))
+        published = await trainer.publish()
+        result = await killed_mid_step(trainer, random_batch(2, version=2))
+        assert result.version == 3
+        metrics = result.metrics.result()
+        assert (metrics["train/restarts/sum"], metrics["train/redone_steps/sum"]) == (1, 2)
+        recovered = await trainer.publish()
+        assert recovered.state_hash == undisturbed.state_hash
+        assert (recovered.base, recovered.run_epoch) == (published.version, published.run_epoch)
+        await trainer.save(tmp_path / "recovered")
+
+        limited = await trainer.step(unequal_batch_at(3))
+        assert limited.trained_tokens == 575
+        assert (await trainer.score([sequence([2, 3], [4, 5])]))[0].shape == scored[0].shape
+        await trainer.export(tmp_path / "export")
+
+    def unequal_batch_at(version: int) -> Batch:
+        return Batch(version=version, groups=unequal_batch().groups)
+
+    with_ranks(tiny, tmp_path, use, processes=2, microbatch_tokens=100)
+    check_first_step_against_one_rank(tiny, tmp_path)
+    check_one_rank_loads_what_two_saved(tiny, tmp_path)
+
+
+def check_first_step_against_one_rank(model: Path, folder: Path) -> None:
+    """Same batch, one rank in this process: gradients and weights after the update agree."""
+    alone = inline_rank(model, folder / "store", microbatch_tokens=100)
+    step_on(alone, random_batch(0))
+    two = whole_tensors(folder / "first")
+    for name, tensor in alone._tensors().items():
+        if name.startswith("exp_avg/"):
+            torch.testing.assert_close(two[name] / (1 - BETA1), tensor.detach().view(-1) / (1 - BETA1), rtol=0, atol=1e-5)
+        if name.startswith("model/"):
+            assert (two[name] - tensor.detach().view(-1)).abs().mean() < 1e-2 * 1e-2
+
+
+def check_one_rank_loads_what_two_saved(model: Path, folder: Path) -> None:
+    manifest = checkpoint_store.verified(folder / "recovered")
+    assert (manifest.version, manifest.updates, len(manifest.files)) == (3, 3, 2)
+    alone = inline_rank(model, folder / "store")
+    alone.restore(Request("restore", body={"files": [str(folder / "recovered" / file.name) for file in manifest.files], "updates": 3}))
+    two = whole_tensors(folder / "recovered")
+    assert all(torch.equal(two[name], tensor.detach().view(-1)) for name, tensor in alone._tensors().items())
+    reply = alone.save(Request("save", body={"folder": checkpoint_store.begin(folder / "alone")}))
+    checkpoint_store.commit(folder / "alone", CheckpointManifest(version=3, updates=reply["updates"], run_epoch=0,
+                                                                 files=checkpoint_store.rank_files(folder / "alone", [reply["name"]])))
+    one = whole_tensors(folder / "alone")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_ranks_that_keep_dying_end_the_run_with_the_reason(tiny: Path, tmp_path: Path) -> None:
+    async def use(trainer: Trainer) -> None:
+        (child,) = trainer._ranks._children
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(RunAborted, match=r"max_restarts = 0.*killed by signal 9"):
+            await trainer.step(random_batch(0))
+
+    with_ranks(tiny, tmp_path, use, processes=1, max_restarts=0)
