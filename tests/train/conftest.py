@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tiny_model import make_tiny_model
+from tests.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

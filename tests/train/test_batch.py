@@ -2,11 +2,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_data import batch_of, rollout, sequence
 
 from asyncrl.errors import NonFiniteError, ShapeError
 from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.types import SequenceBuilder, Status
+from tests.train.train_data import batch_of, rollout, sequence
 
 
 def test_rollouts_lie_end_to_end_in_order() -> None:

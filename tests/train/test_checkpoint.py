@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_data import inline_rank, random_batch, step_on
 from transformers import AutoModelForCausalLM
 
 from asyncrl.channel import Request
@@ -10,6 +9,7 @@ from asyncrl.errors import CheckpointError, NonFiniteError
 from asyncrl.train import checkpoint_store
 from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
 from asyncrl.train.rank import RankTrainer
+from tests.train.train_data import inline_rank, random_batch, step_on
 
 
 def save(rank: RankTrainer, folder: Path, *, version: int) -> None:

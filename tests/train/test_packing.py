@@ -1,11 +1,11 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_data import batch_of, random_batch, rollout, sequence
 
 from asyncrl.train.batch import pack
 from asyncrl.train.microbatch import Layout, build, layout
 from asyncrl.train.packing import plan
+from tests.train.train_data import batch_of, random_batch, rollout, sequence
 
 
 def spread(costs: list[int], *, ranks: int, microbatch_tokens: int, group_ids: list[int] | None = None) -> tuple:

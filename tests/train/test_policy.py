@@ -3,7 +3,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from asyncrl.errors import ConfigError
@@ -11,6 +10,7 @@ from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.train.microbatch import Layout, build, layout
 from asyncrl.train.model import ForwardInputs, Policy, load_policy
 from asyncrl.types import SequenceBuilder
+from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence
 
 CPU = torch.device("cpu")
 

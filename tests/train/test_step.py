@@ -3,7 +3,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on, weights
 
 from asyncrl.correction import Correction
 from asyncrl.correction.aggregate import Denominators
@@ -11,6 +10,7 @@ from asyncrl.errors import StalenessError
 from asyncrl.train.batch import pack
 from asyncrl.train.step import minibatches_of
 from asyncrl.types import Status
+from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on, weights
 
 
 def assert_equal_gradients(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], *, tolerance: float) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_data import batch_of, random_batch, rollout, sequence
 
 from asyncrl.errors import CheckpointError, ConfigError, RunAborted, StalenessError
 from asyncrl.paths import RunPaths
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Status
 from asyncrl.weights.config import WeightsConfig
+from tests.train.train_data import batch_of, random_batch, rollout, sequence
 
 
 def paths_in(folder: Path) -> RunPaths:
