@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.accounting import Ledger, RolloutKey
-from asyncrl.errors import ChildDied, EngineError
+from asyncrl.clock import now_s
+from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, ShapeError
 from asyncrl.rollout.engine import Chunk, GenerationRequest
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.rollout.router import Router
@@ -33,11 +36,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an environment reports at the end of a rollout."""
+    """What an environment reports at the end of a rollout. Raises RewardError for one that ended well and earned no finite number."""
 
     status: Status
     rewards: Mapping[str, float] = field(default_factory=dict)
+    """By name; their sum is the reward. Needed unless the status is an error."""
     reward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.status.is_error:
+            return
+        if not self.rewards:
+            raise RewardError(f"an outcome with status {self.status.value} has no reward: no reward is not a reward of 0")
+        bad = [f"{name} = {value!r}" for name, value in self.rewards.items() if not _is_finite_number(value)]
+        if bad:
+            raise RewardError(f"each reward of an outcome must be one finite number, got {', '.join(bad)}")
 
 
 class Session:
@@ -73,10 +86,11 @@ class Session:
     async def generate(self, tokens: SequenceOf[int], sampling: Sampling | None = None) -> Turn:
         """One completion after `tokens`. Survives interruption: prefix, remaining budget and versions carry over.
 
-        Raises EngineError when the engine refuses, ChildDied when no engine is left; `finish` PROMPT_TOO_LONG when the
-        context has no room for a single token.
+        `sampling` may have another budget and other stop strings than the run's. Raises ConfigError when it differs otherwise,
+        EngineError when the engine refuses, NonFiniteError for a broken logprob, ChildDied when no engine is left; `finish`
+        PROMPT_TOO_LONG when the context has no room for a single token.
         """
-        sampling = sampling or self.sampling
+        sampling = self._allowed(sampling or self.sampling)
         builder = self._open(tokens)
         start = len(builder)
         budget = min(sampling.max_new_tokens, self._router.context_tokens - start)
@@ -96,13 +110,18 @@ class Session:
         self._requests += 1
         written = 0
         try:
-            async for chunk in self._router.generate(request):
-                written += len(chunk.tokens)
-                if written > sampling.max_new_tokens:
-                    raise EngineError(f"request {request.request_id}: engine wrote {written} tokens, budget {sampling.max_new_tokens}")
-                self._record(builder, chunk)
-                if chunk.finish is not None:
-                    return chunk.finish
+            async with aclosing(self._router.generate(request)) as chunks:
+                async for chunk in chunks:
+                    written += len(chunk.tokens)
+                    if written > sampling.max_new_tokens:
+                        raise EngineError(f"request {request.request_id}: engine wrote {written} tokens, budget {sampling.max_new_tokens}")
+                    self._record(builder, chunk)
+                    if chunk.finish is not None:
+                        return chunk.finish
+        except NonFiniteError as error:
+            raise NonFiniteError(f"request {request.request_id}: {error}") from error
+        except ShapeError as error:
+            raise EngineError(f"request {request.request_id}: {error}") from error
         except ChildDied:
             if not self._router.serving:
                 raise
@@ -115,6 +134,13 @@ class Session:
         builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh,
                         turn=self._turn)
         self._ledger.generated(self.key, len(chunk.tokens))
+
+    def _allowed(self, sampling: Sampling) -> Sampling:
+        run = dataclasses.replace(self.sampling, max_new_tokens=sampling.max_new_tokens, stop=sampling.stop)
+        if sampling != run:
+            raise ConfigError("Session.generate(sampling)", value=sampling, allowed="the run's sampling, but for max_new_tokens and stop",
+                              remedy="The trainer computes logprobs under the run's sampling; change it there.")
+        return sampling
 
     def _open(self, tokens: SequenceOf[int]) -> SequenceBuilder:
         history = np.asarray(tokens, dtype=np.int32)
@@ -168,9 +194,14 @@ class SingleTurn:
         turn = await session.generate(prompt.tokens)
         if turn.finish.is_error:
             return Outcome(turn.finish)
+        began_s = now_s()
         rewards = await self._pool.score(prompt, self._tokenizer.decode(turn.tokens), turn.tokens.tolist())
-        return Outcome(turn.finish, rewards)
+        return Outcome(turn.finish, rewards, now_s() - began_s)
 
     async def close(self) -> None:
         """End the reward workers."""
         await self._pool.close()
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)
