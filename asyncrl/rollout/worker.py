@@ -7,7 +7,7 @@ import traceback
 
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
-from asyncrl.errors import ChildDied, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
+from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
 from asyncrl.rollout.env import Env, Outcome, Session
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
@@ -46,23 +46,29 @@ class RolloutWorker:
         return Count(sum(session.num_tokens for session in self._sessions.values()), len(self._sessions))
 
     async def run(self, prompt: Prompt, *, group_id: int, index: int) -> Rollout:
-        """The finished rollout; its status says whether it failed, `error` why. Raises RunAborted when nothing works any more."""
+        """The finished rollout; its status says whether it failed, `error` why.
+
+        Raises RunAborted when nothing works any more, ChildDied when no engine is left, ConfigError for a setting no retry mends.
+        """
         key = (group_id, index, 0)
         session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=self._sampling,
                           ledger=self._ledger)
         self._sessions[key] = session
         began_s, error = now_s(), ""
         try:
-            outcome = await self._env.run(prompt, session)
-        except (asyncio.CancelledError, RunAborted, ChildDied) as end:
+            try:
+                outcome = _checked(await self._env.run(prompt, session))
+            except (RunAborted, ChildDied, ConfigError):
+                raise
+            except Exception as failure:
+                outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
+                error = "".join(traceback.format_exception(failure, limit=-3))
+            self._count(outcome.status, error)
+        except BaseException as end:
             self._ledger.abandoned(key, "end_of_run" if isinstance(end, asyncio.CancelledError) else "run_failed")
             raise
-        except Exception as failure:
-            outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
-            error = "".join(traceback.format_exception(failure, limit=-3))
         finally:
             del self._sessions[key]
-        self._count(outcome.status, error)
         sequences = session.sequences()
         return Rollout(prompt_id=prompt.prompt_id, group_id=group_id, index=index, source=prompt.source, status=outcome.status,
                        sequences=_without_gradient(sequences) if outcome.status.is_error else sequences, rewards=outcome.rewards,
@@ -73,6 +79,12 @@ class RolloutWorker:
         if self._errors_in_a_row >= self._max_errors:
             raise RunAborted(f"{self._errors_in_a_row} rollouts in a row failed, the newest with {status.value}: "
                              f"{error or 'no further text'}")
+
+
+def _checked(outcome: object) -> Outcome:
+    if not isinstance(outcome, Outcome) or outcome.status is Status.INTERRUPTED:
+        raise TypeError(f"Env.run returned {outcome!r}, not an Outcome of a finished rollout")
+    return outcome
 
 
 def _without_gradient(sequences: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
