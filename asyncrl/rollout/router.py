@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence as SequenceOf
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from asyncrl.clock import now_s
@@ -19,7 +21,7 @@ class Update:
     acks: dict[str, Ack]
     """By engine; each holds the new version."""
     failed: dict[str, str]
-    """Engine → why it was fenced."""
+    """Engine → why it was fenced, in this update or since the one before."""
     seconds: float
     """From the first pause to the last resume."""
 
@@ -41,6 +43,7 @@ class Router:
         self._timeouts_s = {Interruption.DRAIN: drain_timeout_s}
         self._apply_timeout_s = apply_timeout_s
         self._why_fenced: dict[str, str] = {}
+        self._reported: set[str] = set()
         self._busy_s = 0.0
         self._busy_since_s: float | None = None
 
@@ -77,16 +80,15 @@ class Router:
         """The chunks of `request`. Raises RunAborted when no engine serves, ChildDied when its engine dies."""
         name = self._least_loaded()
         self._enter(name)
-        stream = self._engines[name].generate(request)
         try:
-            async for chunk in stream:
-                yield chunk
+            async with aclosing(self._engines[name].generate(request)) as stream:  # type: ignore[type-var]
+                async for chunk in stream:
+                    yield chunk
         except ChildDied as error:
             self._fence(name, str(error))
             raise
         finally:
             self._leave(name)
-            await stream.aclose()  # type: ignore[attr-defined]
 
     async def update(self, manifest: Manifest, interruption: Interruption) -> Update:
         """Pause, apply, verify, resume on every engine at once; an engine that fails is fenced and closed, the others go on.
@@ -96,29 +98,36 @@ class Router:
         began_s = now_s()
         names = [name for name in self._engines if name not in self._why_fenced]
         results = await asyncio.gather(*(self._update_one(self._engines[name], manifest, interruption) for name in names))
-        acks = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, Ack)}
-        failed = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, str)}
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, str):
+                self._fence(name, result)
+        acks = {name: result for name, result in zip(names, results, strict=True) if name not in self._why_fenced}
+        failed = {name: reason for name, reason in self._why_fenced.items() if name not in self._reported}
         self._serving |= set(acks)
-        for name, reason in failed.items():
-            self._fence(name, reason)
+        self._reported |= set(failed)
+        for name in failed:
             await self._engines[name].close()
         if not acks:
             raise RunAborted(f"version {manifest.version} reached no engine: {self._why_fenced}")
         return Update(acks, failed, now_s() - began_s)
 
     async def _update_one(self, engine: Engine, manifest: Manifest, interruption: Interruption) -> Ack | str:
+        what, limit_s = "pause", self._timeouts_s.get(interruption, self._apply_timeout_s)
         try:
-            async with asyncio.timeout(self._timeouts_s.get(interruption, self._apply_timeout_s)):
+            async with asyncio.timeout(limit_s):
                 await engine.pause(interruption)
-            async with asyncio.timeout(self._apply_timeout_s):
+            what, limit_s = "apply and resume", self._apply_timeout_s
+            async with asyncio.timeout(limit_s):
                 ack = await engine.apply(manifest)
                 if (ack.version, ack.state_hash) != (manifest.version, manifest.state_hash):
                     raise WeightSyncError(f"{engine.name} acknowledged version {ack.version} with state hash {ack.state_hash:#x}, "
                                           f"published: version {manifest.version}, {manifest.state_hash:#x}")
                 await engine.resume()
             return ack
-        except (AsyncRLError, TimeoutError) as error:
+        except AsyncRLError as error:
             return f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            return f"{what} did not return within {limit_s:g} s"
 
     def _least_loaded(self) -> str:
         if not self._serving:
