@@ -7,6 +7,7 @@ relative to the recipe. `a.b=c` overrides set one value each.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +15,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from asyncrl.buffer.config import BufferConfig
+from asyncrl.buffer.config import BufferConfig, check_publish_interval
 from asyncrl.errors import ConfigError
 from asyncrl.functions import resolve_reference
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
 from asyncrl.rollout.task_config import EnvConfig, EvalConfig, NoEval, ProbeConfig, PromptsConfig
-from asyncrl.train.config import AdvantagesConfig, CorrectionConfig, LossConfig, TrainerConfig
+from asyncrl.train.config import AdvantagesConfig, CorrectionConfig, LossConfig, TrainConfig, TrainerConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
 from asyncrl.weights.config import WeightsConfig
 
@@ -77,20 +78,23 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:
         check_pairs(buffer=self.buffer, correction=self.correction, weights=self.weights)
+        check_publish_interval(self.buffer, self.weights.publish_every_steps)
+        TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
         self.sampling.build().check(for_training=True)
         return self
 
 
 def check_pairs(*, buffer: BufferConfig, correction: object | None, weights: WeightsConfig) -> None:
     """Raise ConfigError for sections that are fine alone and wrong together."""
-    stale = buffer.max_staleness > 0 or buffer.policy.kind != "lease"
+    stale = buffer.max_staleness > 0 or buffer.policy.kind == "soft"
     if stale and correction is None:
         raise ConfigError("correction, buffer.max_staleness", value=f"unset with max_staleness {buffer.max_staleness}",
                           allowed="a chosen correction whenever data can be stale",
                           remedy="Set correction: {kind: token_tis}, or choose {kind: none} knowing that the gradient is biased.")
     if buffer.policy.kind == "fixed_lag" and weights.interruption != "drain":
         raise ConfigError("weights.interruption, buffer.policy", value=f"{weights.interruption} with fixed_lag",
-                          allowed="drain with fixed_lag", remedy="An update inside a rollout would mix lags; set weights.interruption=drain.")
+                          allowed="drain with fixed_lag",
+                          remedy="An update inside a rollout would mix lags; set weights.interruption=drain.")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -99,8 +103,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not file.is_file():
         raise ConfigError("recipe", value=str(path), allowed="an existing YAML file", remedy="Check the path.")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("recipe", value=str(path), allowed="valid YAML", remedy=str(error)) from error
     if not isinstance(tree, dict):
         raise ConfigError("recipe", value=type(tree).__name__, allowed="a mapping of sections",
@@ -121,17 +125,40 @@ def parse_config(tree: dict[str, Any], *, base: Path) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML; `load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+_FLOAT = "tag:yaml.org,2002:float"
 _FUNCTION_KEYS = frozenset({"function", "reward", "examples", "held_out"})
+_ARGUMENTS = "arguments"
+"""What lies below it is the user's own, whatever its keys are called."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as the number it is (YAML 1.1 takes it for text), and refuses a key written twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"written twice: {', '.join(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would read as a number."""
+
+
+_Loader.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
 
 
 def _resolve_functions(node: Any, *, base: Path, path: str) -> Any:
-    if isinstance(node, dict):
-        return {key: resolve_reference(value, base=base, field=f"{path}{key}") if key in _FUNCTION_KEYS and isinstance(value, str)
-                else _resolve_functions(value, base=base, path=f"{path}{key}.") for key, value in node.items()}
-    return node
+    if not isinstance(node, dict):
+        return node
+    return {key: resolve_reference(value, base=base, field=f"{path}{key}") if key in _FUNCTION_KEYS and isinstance(value, str)
+            else value if key == _ARGUMENTS else _resolve_functions(value, base=base, path=f"{path}{key}.") for key, value in node.items()}
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -145,43 +172,52 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(path, value=override, allowed="a path through sections", remedy=f"{key} is a value, not a section.")
         node = child
-    value = yaml.safe_load(text)
-    node[leaf] = _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-4 as text; a number was meant."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    try:
+        node[leaf] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(path, value=text, allowed="a YAML value", remedy=f"Quote it, or mend it: {error}.") from error
 
 
 def _explain(error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
+    """The first thing to mend. An unknown key goes before a missing one: the one is often the other, misspelt."""
+    problems = error.errors()
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause
-    field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _known_keys(first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
-        return ConfigError(field, value=first["input"], allowed=f"one of the known keys {known}", remedy=hint)
-    return ConfigError(field, value=first.get("input"), allowed=first["msg"], remedy=f"{error.error_count()} setting(s) to mend in all.")
+        *parents, key = first["loc"]
+        names, models = _place(parents)
+        known = sorted({name for model in models for name in model.model_fields})
+        return ConfigError(".".join([*names, str(key)]), value=first["input"], allowed=f"one of the known keys {known}",
+                           remedy=_nearest(str(key), known) or "Remove it.")
+    names, models = _place(first["loc"])
+    field, value = ".".join(names), first["input"]
+    if first["type"].startswith("union_tag"):
+        kinds = [kind for model in models for kind in _kinds(model)]
+        given = value.get("kind") if isinstance(value, dict) else value
+        return ConfigError(f"{field}.kind", value=given, allowed=f"one of {kinds}", remedy=_nearest(str(given), kinds) or "Choose one.")
+    return ConfigError(field, value="nothing" if first["type"] == "missing" else value, allowed=first["msg"],
+                       remedy=f"{len(problems)} setting(s) to mend in all.")
 
 
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Keys of the section at `location`, in which pydantic names the union member chosen by its kind."""
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def _place(location: Sequence[int | str]) -> tuple[list[str], list[Any]]:
+    """The names a user writes, and the sections that may stand there. In pydantic's location the kind follows the name of a union."""
+    names: list[str] = []
     models: list[Any] = [RunConfig]
     for part in location:
-        fields = [model.model_fields[str(part)].annotation for model in models if str(part) in model.model_fields]
-        inner = [member for annotation in fields for member in _members(annotation)]
-        models = inner or [model for model in models if getattr(model.model_fields.get("kind"), "default", None) == part
-                           or part in _kinds(model)] or models
-    return sorted({key for model in models for key in model.model_fields})
+        if len(models) > 1:
+            models = [model for model in models if part in _kinds(model)]
+            continue
+        names.append(str(part))
+        annotations = [model.model_fields[str(part)].annotation for model in models if str(part) in model.model_fields]
+        models = [member for annotation in annotations for member in _members(annotation)]
+    return names, models
 
 
 def _kinds(model: Any) -> tuple[Any, ...]:

@@ -7,24 +7,27 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, RunAborted
-from asyncrl.functions import load_function
-from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelConfig, ModelFunction, NoWarmUp, WarmUpConfig
+from asyncrl.functions import load_function, source_file
+from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelConfig, ModelFolder, ModelFunction, NoWarmUp, WarmUpConfig
 
 
 def cache_key(model: ModelConfig, warm_up: WarmUpConfig) -> str:
-    """Changes with every setting, and with the source of every file the settings name."""
-    digest = hashlib.sha256()
+    """Changes with every setting, with the source the named functions are in, with the files of a model folder, and with this file."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
     for section in (model, warm_up):
         digest.update(section.model_dump_json().encode())
-        for value in section.model_dump().values():
-            place = str(value).rpartition(":")[0]
-            if place.endswith(".py") and Path(place).is_file():
-                digest.update(Path(place).read_bytes())
+        for name in ("function", "examples", "held_out"):
+            source = source_file(getattr(section, name, ""))
+            digest.update(source.read_bytes() if source else b"")
+    if isinstance(model, ModelFolder):
+        for path in sorted(Path(model.path).rglob("*")):
+            stat = path.stat()
+            digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -41,21 +44,36 @@ def serve(channel: Any, spec: dict[str, Any]) -> None:
 
 
 def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[str, float]:
-    """Write the prepared model to `folder` (appears whole or not at all). Returns steps, accuracy and loss of the warm-up."""
+    """Write the prepared model to `folder` (appears whole or not at all). Returns steps, accuracy and loss of the warm-up.
+
+    Where another run has finished the same folder meanwhile, that one stays. Raises ConfigError for a missing model or examples that
+    end, RunAborted when the accuracy is not reached.
+    """
     building = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
         if isinstance(model, ModelFunction):
             load_function(model.function, field="model.function")(building, **model.arguments)
-        else:
+        elif Path(model.path).is_dir():
             shutil.copytree(model.path, building, dirs_exist_ok=True)
+        else:
+            raise ConfigError("model.path", value=model.path, allowed="an existing Hugging Face model folder",
+                              remedy="Download the model first; the path is relative to the folder the command runs in.")
         report = {} if isinstance(warm_up, NoWarmUp) else _warm_up(building, warm_up)
-        (building / "warm_up.json").write_text(json.dumps(report))
-        os.replace(building, folder)
+        folder.with_suffix(".json").write_text(json.dumps(report))
+        _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return report
+
+
+def _publish(building: Path, folder: Path) -> None:
+    try:
+        os.replace(building, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
@@ -66,20 +84,21 @@ def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
     torch.manual_seed(config.seed)
     tokenizer = _Examples(folder)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    examples = load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments)
-    held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments))
+    examples = iter(load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments))
+    held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments),
+                              field="warm_up.held_out")
     optimizer = torch.optim.AdamW(net.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0)
     accuracy = 0.0
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / max(1, config.ramp_steps))
-        batch = tokenizer.rows(itertools.islice(examples, config.batch_size))
+        batch = tokenizer.rows(itertools.islice(examples, config.batch_size), field="warm_up.examples")
         loss = -completion_logprobs(net, batch).sum() / (batch[1] >= 0).sum()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        if step % config.check_every_steps == 0:
+        if step % config.check_every_steps == 0 or step == config.max_steps:
             with torch.no_grad():
                 accuracy = float(completion_logprobs(net, held_out).sum(-1).exp().mean())
             if accuracy >= config.until_accuracy:
@@ -100,12 +119,15 @@ class _Examples:
             raise ConfigError("model", value=str(folder), allowed="a tokenizer with an end-of-sequence token",
                               remedy="Set eos_token when the tokenizer is made.")
 
-    def rows(self, pairs: Iterator[tuple[str, str]]) -> tuple[Any, Any]:
-        """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned."""
+    def rows(self, pairs: Iterable[tuple[str, str]], *, field: str) -> tuple[Any, Any]:
+        """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned. Raises ConfigError when there is no pair."""
         import torch
 
         encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode(completion, add_special_tokens=False))
                    for prompt, completion in pairs]
+        if not encoded:
+            raise ConfigError(field, value="no more pairs", allowed="endless examples, and at least one held-out pair",
+                              remedy="Start again at the end of the data (itertools.cycle).")
         width = max(len(prompt) + len(completion) + 1 for prompt, completion in encoded)
         tokens = torch.full((len(encoded), width), self._tokenizer.eos_token_id)
         labels = torch.full((len(encoded), width), -1)
