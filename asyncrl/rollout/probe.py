@@ -56,9 +56,11 @@ def judge(parity: Parity, *, max_mean_gap: float, temperature: float) -> None:
 def _likely_cause(parity: Parity, temperature: float) -> str:
     if not np.isfinite(parity.mean_abs):
         return "NaN or infinite logits on one side"
-    if abs(parity.mean_signed) > 0.95 * parity.mean_abs:
-        return ("a constant offset: the engine renormalises over a kept set (top-p, top-k, min-p), or a penalty is on"
-                if parity.mean_signed > 0 else "a constant offset: the engine's distribution is broader than the trainer's")
+    one_sided = abs(parity.mean_signed) > 0.95 * parity.mean_abs
+    if one_sided and parity.mean_signed > 0:
+        return "a constant offset: the engine renormalises over a kept set (top-p, top-k, min-p), or a penalty is on"
     if temperature != 1.0:
         return f"logprobs taken before the temperature ({temperature:g}) on one side"
+    if one_sided:
+        return "a constant offset: the engine's distribution is broader than the trainer's"
     return "different weights (a sync that did not land), a stale prefix cache, or arithmetic in another precision"
