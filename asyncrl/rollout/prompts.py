@@ -20,10 +20,13 @@ class PromptSource:
             whose rows hold `prompt` and, beside it, the columns the reward reads.
         epochs: how often to go through the data; None goes on as long as the run asks.
 
-    Raises ConfigError for a missing file, a row without `prompt`, or no data at all.
+    Raises ConfigError for a missing file, a row without `prompt`, an element that is no Prompt, or no data at all.
     """
 
     def __init__(self, data: Iterable[Prompt] | str | Path, *, epochs: int | None = None) -> None:
+        if epochs is not None and epochs < 1:
+            raise ConfigError("prompts.epochs", value=epochs, allowed="an integer of at least 1, or None",
+                              remedy="None goes on as long as the run asks.")
         self._data = read_jsonl(Path(data)) if isinstance(data, str | Path) else data
         self._epochs = epochs
         self._cursor = 0
@@ -48,6 +51,9 @@ class PromptSource:
             epoch += 1
 
     def _complete(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+        if not isinstance(prompt, Prompt):
+            raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
+                              remedy="Make each one: Prompt(text=..., columns={...}).")
         ordinal, self._cursor = self._cursor, self._cursor + 1
         return complete_prompt(prompt, prompt_id=f"{prompt.source}/{ordinal}", tokenizer=tokenizer)
 
@@ -68,7 +74,7 @@ def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
         raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
                           "the folder the command runs in.")
     prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

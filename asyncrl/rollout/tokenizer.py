@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from asyncrl.errors import ConfigError
 class Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
-    `encode` applies the folder's post-processor once, so a tokenizer that adds a beginning-of-sequence token adds exactly one.
+    `encode` applies the folder's post-processor once, and not to a text that already begins with what it would put in front:
+    a beginning-of-sequence token, by tokenizer or by template, stands there exactly once.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -26,7 +28,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, special tokens as the folder prescribes."""
-        return tuple(self._tokenizer.encode(text).ids)
+        encoded = self._tokenizer.encode(text)
+        added = list(itertools.takewhile(bool, encoded.special_tokens_mask))
+        prefix, rest = encoded.ids[:len(added)], encoded.ids[len(added):]
+        return tuple(rest if added and rest[:len(added)] == prefix else encoded.ids)
 
     def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
         """Text of `tokens` without special tokens."""
