@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-HEADER = ("  step  reward  stale mean/max  depth    ess   kept    gap     rollout    train    waits: trainer engine   sync   density  s/step")
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    metric: str
+    form: str
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), len(format(0.0, self.form)))
+
+
+_MOST_STALE = "max/K"
+_COLUMNS = (
+    _Column("reward", "reward/total/mean", "6.3f"),
+    _Column("stale", "staleness/token/mean", "5.2f"),
+    _Column(_MOST_STALE, "staleness/token/max", "2.0f"),
+    _Column("depth", "buffer/depth/last", "5.0f"),
+    _Column("ess", "correction/ess/frac", "5.3f"),
+    _Column("kept", "correction/kept/frac", "5.3f"),
+    _Column("gap", "correction/logprob_gap/mean", "7.1e"),
+    _Column("gen tok/s", "rollout/tokens_per_s/last", "9.0f"),
+    _Column("idle", "engine/wait_frac/last", "4.0%"),
+    _Column("train tok/s", "train/tokens_per_s/last", "11.0f"),
+    _Column("idle", "trainer/wait_frac/last", "4.0%"),
+    _Column("sync s", "weights/sync_s/mean", "6.3f"),
+    _Column("changed", "weights/density/mean", "7.1%"),
+    _Column("s/step", "train/period_s/last", "6.2f"),
+)
+
+HEADER = "  ".join([" step", *(column.title.rjust(column.width) for column in _COLUMNS)])
 
 
 def step_line(index: int, metrics: Mapping[str, float], *, max_staleness: int) -> str:
-    """The line of one step; what was not measured shows as a dash."""
-    def show(name: str, form: str) -> str:
-        width = len(format(0.0, form))
-        return format(metrics[name], form) if name in metrics else "-".rjust(width)
+    """The line of one step under `HEADER`; what was not measured shows as a dash."""
+    def cell(column: _Column) -> str:
+        text = format(metrics[column.metric], column.form) if column.metric in metrics else "-"
+        return (f"{text}/{max_staleness}" if column.title == _MOST_STALE else text).rjust(column.width)
 
-    staleness = f"{show('staleness/token/mean', '5.2f')} {show('staleness/token/max', '3.0f')} of {max_staleness}"
-    correction = f"{show('correction/ess/mean', '5.3f')}  {show('correction/kept_frac/mean', '5.3f')} {show('probe/gap/mean', '7.0e')}"
-    speed = f"{show('rollout/tokens_per_s/last', '6.0f')}/s {show('train/tokens_per_s/last', '6.0f')}/s"
-    waits = f"{show('trainer/wait_frac/last', '4.0%')}   {show('engine/wait_frac/last', '4.0%')}"
-    sync = f"{show('weights/sync_s/mean', '5.3f')} s  {show('weights/density/mean', '6.1%')}"
-    return (f"{index:>6}  {show('reward/total/mean', '6.3f')}  {staleness}  {show('buffer/depth/last', '5.0f')}  {correction}   {speed}"
-            f"          {waits}  {sync}  {show('train/period_s/last', '6.2f')}")
+    return "  ".join([f"{index:>5}", *map(cell, _COLUMNS)])

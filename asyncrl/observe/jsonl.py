@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.types import RolloutGroup
 
 
 class JsonlWriter:
-    """Appends objects to a file, flushed line by line. NaN and infinity become null."""
+    """Appends objects to a file, flushed line by line. NaN and infinity become null, NumPy scalars numbers, at any depth."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object."""
-        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -41,3 +42,13 @@ def sample_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str])
              "rollout_logprobs": [round(float(value), 6) for value in sequence.rollout_logprobs],
              "policy_versions": sequence.policy_versions.tolist()}
             for rollout in group.rollouts for sequence in rollout.sequences]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

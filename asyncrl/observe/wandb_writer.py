@@ -12,13 +12,13 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 _END = None
-_CLOSE_TIMEOUT_S = 30.0
 
 
 class WandbWriter:
     """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`.
 
-    Offline when no key is set. `dropped` counts the rows that could not be written.
+    Everything but the import happens in the thread, the start of the run included. Offline when no key is set. `dropped` counts the
+    rows that were not written, `error` is the newest reason. Raises ConfigError when wandb is not installed.
     """
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any], folder: Path, capacity_rows: int = 1000) -> None:
@@ -27,37 +27,65 @@ class WandbWriter:
         except ImportError as error:
             raise ConfigError("run.wandb.kind", value="wandb", allowed="none, unless wandb is installed",
                               remedy="pip install 'asyncrl[wandb]'.") from error
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        self.dropped = 0
+        self.error = ""
+        self._wandb = wandb
+        self._handed_over = self._written = 0
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=capacity_rows)
-        self._run = wandb.init(project=project, name=name, config=dict(config), dir=str(folder), mode=os.environ.get("WANDB_MODE", mode))
-        self._run.define_metric("trainer_step")
-        self._run.define_metric("eval_version")
-        self._run.define_metric("eval/*", step_metric="eval_version")
-        self._run.define_metric("*", step_metric="trainer_step")
-        self._thread = threading.Thread(target=self._drain, name="wandb", daemon=True)
+        settings = {"project": project, "name": name, "config": dict(config), "dir": str(folder), "mode": _mode()}
+        self._thread = threading.Thread(target=self._write_all, args=(settings,), name="wandb", daemon=True)
         self._thread.start()
 
+    @property
+    def dropped(self) -> int:
+        """Rows handed over that were not written; before `close`, those that wait count too."""
+        return self._handed_over - self._written
+
     def write(self, row: Mapping[str, Any]) -> None:
-        """Hand over one row; never blocks."""
+        """Hand over one row; never blocks, never raises."""
+        self._handed_over += 1
         try:
             self._rows.put_nowait(dict(row))
         except queue.Full:
-            self.dropped += 1
+            self.error = f"{self._rows.maxsize} rows wait for the tracker"
 
-    def close(self) -> None:
-        """Write what is left, for at most half a minute."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is left, for at most `timeout_s`; what is not written by then is dropped."""
         try:
-            self._rows.put(_END, timeout=_CLOSE_TIMEOUT_S)
+            self._rows.put(_END, timeout=timeout_s)
         except queue.Full:
-            self.dropped += self._rows.qsize()
             return
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(timeout_s)
 
-    def _drain(self) -> None:
+    def _write_all(self, settings: Mapping[str, Any]) -> None:
+        try:
+            run = self._wandb.init(**settings)
+            run.define_metric("trainer_step")
+            run.define_metric("eval_version")
+            run.define_metric("eval/*", step_metric="eval_version")
+            run.define_metric("*", step_metric="trainer_step")
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            run = None
         while (row := self._rows.get()) is not _END:
-            try:
-                self._run.log(row)
-            except Exception:
-                self.dropped += 1
-        self._run.finish(quiet=True)
+            self._log(run, row)
+        self._finish(run)
+
+    def _log(self, run: Any, row: Mapping[str, Any]) -> None:
+        try:
+            if run is not None:
+                run.log(row)
+                self._written += 1
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _finish(self, run: Any) -> None:
+        try:
+            if run is not None:
+                run.finish()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+def _mode() -> str:
+    """What WANDB_MODE says; else online when a key is set."""
+    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
