@@ -1,0 +1,225 @@
+"""The worker: whatever fails becomes a status with its text, and every token stays on the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from asyncrl.accounting import Count, Ledger
+from asyncrl.clock import run_virtual
+from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
+from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.env import Outcome
+from asyncrl.rollout.evaluate import roll_out_all
+from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
+from asyncrl.types import Prompt, Rollout, Status
+from tests.rollout.rollout_fakes import ScriptedEngine, chunk, one_turn, requests_of, router_of, worker_of
+
+PROMPT = Prompt(text="1+", tokens=(3, 4), source="sums", prompt_id="sums/9")
+
+
+def run_one(function=one_turn, *, engine=None, **settings) -> tuple[Rollout, Ledger]:
+    """One rollout, and the ledger its buffer would close."""
+    async def main():
+        ledger = Ledger()
+        worker = worker_of(await router_of(engine or FakeEngine()), function, ledger=ledger, **settings)
+        rollout = await worker.run(PROMPT, group_id=5, index=1)
+        assert worker.in_flight() == Count(0, 0)
+        return rollout, ledger
+    return run_virtual(main())
+
+
+def raising(error: Exception, *, after_tokens: bool = True):
+    """An environment that fails, before or after it has generated."""
+    async def run(prompt, session):
+        if after_tokens:
+            await session.generate(prompt.tokens)
+        raise error
+    return run
+
+
+def test_a_rollout_says_where_it_comes_from_and_what_it_earned():
+    rollout, ledger = run_one(max_new_tokens=4)
+    assert (rollout.prompt_id, rollout.group_id, rollout.index, rollout.source) == ("sums/9", 5, 1, "sums")
+    assert (rollout.status, rollout.reward, rollout.num_tokens, rollout.error) == (Status.LENGTH, 1.0, 4, "")
+    assert rollout.sequences[0].loss_mask.sum() == 4
+    assert rollout.sampling.max_new_tokens == 4
+    ledger.completed(rollout)
+    assert ledger.open_rollouts == {}
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (ValueError("the tool is away"), Status.ENV_ERROR), (RewardError("division by zero"), Status.REWARD_ERROR),
+    (RewardTimeout("over 10 s"), Status.REWARD_TIMEOUT), (EngineError("400 bad request"), Status.ENGINE_ERROR),
+    (ShapeError("2 tokens, 1 logprob"), Status.ENGINE_ERROR), (NonFiniteError("logprob nan"), Status.NONFINITE_LOGPROB),
+    (TimeoutError("the page"), Status.ENV_ERROR)])
+def test_a_failure_is_a_status_with_its_text_and_no_reward(error, status):
+    rollout, ledger = run_one(raising(error))
+    assert rollout.status is status
+    assert str(error) in rollout.error
+    assert "in run" in rollout.error  # the place in the environment
+    assert rollout.rewards == {}
+    assert math.isnan(rollout.reward)
+    assert rollout.num_tokens == 4
+    assert not rollout.sequences[0].loss_mask.any()
+    ledger.completed(rollout)
+
+
+def test_a_rollout_that_fails_before_its_first_token_closes_too():
+    rollout, ledger = run_one(raising(ValueError("no"), after_tokens=False))
+    assert (rollout.sequences, rollout.num_tokens, rollout.first_version) == ((), 0, -1)
+    ledger.completed(rollout)
+    assert ledger.account(buffered=(0, 1), in_flight=(0, 0)).is_closed
+
+
+@pytest.mark.parametrize("answer", [None, 1.0, Outcome(Status.INTERRUPTED)])
+def test_an_environment_must_return_the_outcome_of_a_finished_rollout(answer):
+    async def run(prompt, session):
+        return answer
+    rollout, _ = run_one(run)
+    assert rollout.status is Status.ENV_ERROR
+    assert f"Env.run returned {answer!r}" in rollout.error
+
+
+def test_an_outcome_without_reward_is_a_reward_error_not_a_zero():
+    async def run(prompt, session):
+        return Outcome(Status.STOP)
+    rollout, _ = run_one(run)
+    assert (rollout.status, rollout.rewards) == (Status.REWARD_ERROR, {})
+
+
+def test_nan_logprobs_reject_the_rollout_and_many_of_them_end_the_run():
+    broken = [chunk(7, 8, 9, logprobs=[-0.5, math.nan, -0.7], finish=Status.STOP)]
+    rollout, ledger = run_one(engine=ScriptedEngine(broken))
+    assert rollout.status is Status.NONFINITE_LOGPROB
+    assert rollout.num_tokens == 0
+    ledger.completed(rollout)
+
+    async def main():
+        worker = worker_of(await router_of(ScriptedEngine(broken, broken, broken)), max_consecutive_errors=3)
+        for _ in range(2):
+            assert (await worker.run(PROMPT, group_id=0, index=0)).status is Status.NONFINITE_LOGPROB
+        with pytest.raises(RunAborted, match=r"3 rollouts in a row failed, the newest with nonfinite_logprob"):
+            await worker.run(PROMPT, group_id=0, index=0)
+    run_virtual(main())
+
+
+def test_one_failure_of_eight_leaves_seven_results_and_one_record_with_its_text():
+    async def third_fails(prompt, session):
+        if prompt.prompt_id == "3":
+            raise ValueError("x marks the spot")
+        return await one_turn(prompt, session)
+
+    async def main():
+        worker = worker_of(await router_of(FakeEngine()), third_fails)
+        return await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=str(number)) for number in range(8)], group_id=-1)
+    rollouts = run_virtual(main())
+    failed = [rollout for rollout in rollouts if rollout.status.is_error]
+    assert len(rollouts) == 8
+    assert [rollout.prompt_id for rollout in failed] == ["3"]
+    assert "ValueError: x marks the spot" in failed[0].error
+    assert [rollout.reward for rollout in rollouts if rollout not in failed] == [1.0] * 7
+
+
+def test_failures_in_a_row_end_the_run_with_the_text_of_the_newest():
+    async def main():
+        count = 0
+
+        async def run(prompt, session):
+            nonlocal count
+            count += 1
+            raise RewardError(f"failure number {count}")
+        ledger = Ledger()
+        worker = worker_of(await router_of(FakeEngine()), run, ledger=ledger, max_consecutive_errors=3)
+        for index in range(2):
+            ledger.completed(await worker.run(PROMPT, group_id=0, index=index))
+        with pytest.raises(RunAborted, match=r"3 rollouts in a row failed, the newest with reward_error[\s\S]*failure number 3"):
+            await worker.run(PROMPT, group_id=0, index=2)
+        assert ledger.open_rollouts == {}
+        assert ledger.check(buffered=(0, 2), in_flight=worker.in_flight()).dropped == {"run_failed": Count(0, 1)}
+    run_virtual(main())
+
+
+def test_a_success_between_failures_starts_the_count_again():
+    async def main():
+        answers = iter([False, False, True, False, False])
+
+        async def run(prompt, session):
+            if next(answers):
+                return await one_turn(prompt, session)
+            raise ValueError("no")
+        worker = worker_of(await router_of(FakeEngine()), run, max_consecutive_errors=3)
+        return [(await worker.run(PROMPT, group_id=0, index=index)).status for index in range(5)]
+    assert run_virtual(main()) == [Status.ENV_ERROR, Status.ENV_ERROR, Status.LENGTH, Status.ENV_ERROR, Status.ENV_ERROR]
+
+
+def test_what_is_in_flight_is_what_the_ledger_heard():
+    async def main():
+        ledger = Ledger()
+        router = await router_of(FakeEngine())
+        worker = worker_of(router, ledger=ledger, max_new_tokens=4)
+        tasks = [asyncio.create_task(worker.run(PROMPT, group_id=0, index=index)) for index in range(3)]
+        await asyncio.sleep(0)
+        assert worker.in_flight() == Count(0, 3)
+        for version, tokens in ((1, 3), (2, 9)):
+            await asyncio.sleep(1.5)
+            await router.update(fake_manifest(version, base=version - 1), Interruption.KEEP)  # a pause delivers what is written
+            await asyncio.sleep(0)
+            assert worker.in_flight() == Count(tokens, 3)
+            ledger.check(buffered=(0, 0), in_flight=worker.in_flight())
+        for rollout in await asyncio.gather(*tasks):
+            ledger.completed(rollout)
+        ledger.check(buffered=(12, 3), in_flight=worker.in_flight())
+    run_virtual(main())
+
+
+def test_cancelled_rollouts_are_dropped_as_the_end_of_the_run():
+    async def main():
+        ledger = Ledger()
+        router = await router_of(FakeEngine())
+        worker = worker_of(router, ledger=ledger, max_new_tokens=9)
+        task = asyncio.create_task(worker.run(PROMPT, group_id=0, index=0))
+        await asyncio.sleep(2.5)
+        await router.update(fake_manifest(1, base=0), Interruption.KEEP)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        account = ledger.check(buffered=(0, 0), in_flight=worker.in_flight())
+        assert account.dropped == {"end_of_run": Count(2, 1)}
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [ChildDied("engine a is gone"), RunAborted("no engine serves"),
+                                   ConfigError("env", value=1, allowed="2", remedy="Set 2.")])
+def test_what_no_retry_mends_ends_the_run_and_the_ledger_closes(error):
+    async def main():
+        ledger = Ledger()
+        worker = worker_of(await router_of(FakeEngine()), raising(error), ledger=ledger, max_new_tokens=2)
+        with pytest.raises(type(error)):
+            await worker.run(PROMPT, group_id=0, index=0)
+        assert ledger.check(buffered=(0, 0), in_flight=worker.in_flight()).dropped == {"run_failed": Count(2, 1)}
+    run_virtual(main())
+
+
+def test_time_is_split_between_generation_and_reward():
+    async def run(prompt, session):
+        turn = await session.generate(prompt.tokens)
+        await asyncio.sleep(6.0)
+        return Outcome(turn.finish, {"total": 1.0}, reward_s=6.0)
+    rollout, _ = run_one(run, max_new_tokens=4)
+    assert (rollout.generate_s, rollout.reward_s) == (4.0, 6.0)
+
+
+def test_the_seed_of_a_rollout_depends_on_its_place_alone():
+    async def main():
+        engine = FakeEngine()
+        worker = worker_of(await router_of(engine))
+        for group_id, index in ((0, 0), (0, 1), (1, 0), (0, 0)):
+            await worker.run(PROMPT, group_id=group_id, index=index)
+        return [request.seed for request in requests_of(engine)]
+    seeds = run_virtual(main())
+    assert seeds[0] == seeds[3]
+    assert len(set(seeds)) == 3
