@@ -29,7 +29,7 @@ from asyncrl.process import Exit, die_with_parent, last_lines, peak_memory_bytes
 
 _SETTLE_S = 1.0
 """Between the end of a process and the end of its socket, in either order; they differ only when something is wrong."""
-_TERMINATE_S = 1.0
+_TERMINATE_S = 0.5
 """What a child gets between SIGTERM and SIGKILL."""
 
 _Answer = tuple[bool, Reply] | Exception
@@ -129,7 +129,7 @@ class Child:
         """Waits for the end of the process, reaped; gives `exit_reason`."""
         return await asyncio.shield(self._ended)
 
-    async def close(self, timeout_s: float = 5.0) -> None:
+    async def close(self, timeout_s: float = 2.0) -> None:
         """Ask the child to end, then SIGTERM, then SIGKILL; returns when it is reaped. Safe to call twice."""
         if self.alive:
             self._closing = True

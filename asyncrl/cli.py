@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ EXIT_FAILED = 1
 """The run started and ended with an error."""
 EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C."""
+EXIT_TERMINATED = 143
+"""Ended by SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(describe(config))
             return 0
-        asyncio.run(train(config, echo=print))
+        asyncio.run(_train_until_told(config))
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -37,7 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("asyncrl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except asyncio.CancelledError:
+        print("asyncrl: terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     return 0
+
+
+async def _train_until_told(config: RunConfig) -> None:
+    """Train; SIGTERM ends the run as Ctrl-C does: every process is closed, shared memory is freed."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await train(config, echo=print)
 
 
 def describe(config: RunConfig) -> str:

@@ -19,23 +19,21 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.accounting import Account, Ledger
-from asyncrl.buffer.recorder import MemoryRecorder
+from asyncrl.buffer.recorder import BatchRecord, MemoryRecorder
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.config import check_pairs
 from asyncrl.errors import RunAborted
 from asyncrl.meter import Meter
-from asyncrl.paths import RunPaths
+from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.engine import Engine, Interruption, require
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.evaluate import Evaluation, first_failure, roll_out_all, summarise
@@ -99,7 +97,8 @@ class Run:
         sampling.check(for_training=True)
         self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=Path())
         self.ledger = Ledger()
-        self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=MemoryRecorder())
+        self.recorder = MemoryRecorder()
+        self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=self.recorder)
         self.router = Router(self.engines)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.skipped_prompts = 0
@@ -112,7 +111,7 @@ class Run:
 
     async def __aenter__(self) -> Run:
         self._failure = asyncio.get_running_loop().create_future()
-        self.paths = dataclasses.replace(self.paths, shared=Path(tempfile.mkdtemp(prefix="asyncrl-", dir=_shared_memory())))
+        self.paths = dataclasses.replace(self.paths, shared=make_shared_folder())
         self.paths.make()
         try:
             await self._start()
@@ -168,9 +167,11 @@ class Run:
         if batch is None:
             return None
         waited_s = now_s() - began_s
+        self.recorder.batch_recorded(BatchRecord.of(batch, seed=self.options.seed, learning_rate=self.trainer.learning_rate))
         result = await self.trainer.step(batch)
         self.buffer.trained(batch)
         self.ledger.trained(batch, trained_tokens=result.trained_tokens, masked_tokens=result.masked_tokens)
+        self.recorder.step_done(batch.version)
         self.index += 1
         if result.version % self.options.weights.publish_every_steps == 0:
             await self.weights.publish()
@@ -260,8 +261,3 @@ class Run:
             await asyncio.gather(task, return_exceptions=True)
             self._failure.result()
         return task.result()
-
-
-def _shared_memory() -> Path | None:
-    folder = Path("/dev/shm")
-    return folder if os.access(folder, os.W_OK) else None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+_SHARED_PREFIX = "asyncrl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,18 @@ class RunPaths:
         """Create every folder."""
         for folder in (self.root, self.logs, self.checkpoints, self.weights, self.batches):
             folder.mkdir(parents=True, exist_ok=True)
+
+
+def make_shared_folder() -> Path:
+    """A new folder of this process in shared memory (in the temporary folder where there is none).
+
+    Folders of processes that were killed are removed first: nobody else would.
+    """
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK):
+        place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{_SHARED_PREFIX}-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_SHARED_PREFIX}-{os.getpid()}-", dir=place))

@@ -48,6 +48,7 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
     try:
         async with run:
             await _train_steps(run, config, journal)
+            await run.finish()
             await run.trainer.export(folder / "model")
             summary = journal.summary(run)
     finally:
@@ -76,7 +77,7 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Echo) -> Path:
     if isinstance(config.model, ModelFolder) and not isinstance(config.warm_up, CrossEntropyWarmUp):
         return Path(config.model.path)
     folder = Path(config.run.folder) / ".cache" / cache_key(config.model, config.warm_up)
-    if (folder / "warm_up.json").is_file():
+    if folder.is_dir():
         echo(f"model: prepared before, {folder}")
     else:
         echo("model: preparing (warm-up, cached afterwards)")
