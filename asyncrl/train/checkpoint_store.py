@@ -2,6 +2,8 @@
 
     ROOT/step-00000020/rank-00000.safetensors …      what each rank holds
     ROOT/step-00000020/manifest.json                 written last: sizes, checksums, counters
+
+A step draws no random numbers and its learning rate follows from the version, so neither has a state of its own to keep.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ def test_two_ranks_equal_one_and_survive_the_death_of_either(tiny: Path, tmp_pat
 
         limited = await trainer.step(unequal_batch_at(3))
         assert limited.trained_tokens == 575
+        one_sequence = await trainer.step(batch_of(rollout(0, 0, sequence([2], [3])), version=4))
+        assert one_sequence.skipped
         assert (await trainer.score([sequence([2, 3], [4, 5])]))[0].shape == scored[0].shape
         await trainer.export(tmp_path / "export")
 
