@@ -53,6 +53,10 @@ class _Row:
     sampled_tokens: int = 0
     kv_fresh: bool = True
 
+    @property
+    def cached_tokens(self) -> int:
+        return len(self.request.tokens) + self.sampled_tokens - 1
+
 
 class FakeEngine:
     """Keeps the engine contract on any event loop, virtual ones included.
@@ -75,6 +79,7 @@ class FakeEngine:
         self._prefix_cache: dict[bytes, int] = {}
         self._paused: Interruption | None = Interruption.DRAIN
         self._paused_at_s = 0.0
+        self._interrupted_tokens = 0
         self._changed = asyncio.Condition()
         self._gone = ""
 
@@ -117,8 +122,7 @@ class FakeEngine:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._gone or not any(row.sampled_tokens for row in self._rows))
             self._check_alive()
-        for row in list(self._rows):
-            self._interrupt(row, kind)
+        self._interrupted_tokens = sum(self._interrupt(row, kind) for row in list(self._rows))
 
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""
@@ -136,16 +140,16 @@ class FakeEngine:
         started = [row for row in self._rows if row.sampled_tokens]
         for row in started:
             row.kv_fresh = self._paused is Interruption.RECOMPUTE
-        recomputed = sum(len(row.request.tokens) + row.sampled_tokens for row in started if row.kv_fresh)
+        recomputed_tokens = self._interrupted_tokens + sum(row.cached_tokens for row in started if row.kv_fresh)
         return Ack(manifest.version, manifest.state_hash + self.faults.wrong_hash, pause_s=now_s() - self._paused_at_s,
-                   recomputed_tokens=recomputed)
+                   recomputed_tokens=recomputed_tokens)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
         self.calls.append(("resume", None))
         self._check_alive()
         if self.version == NOT_SAMPLED:
-            raise WeightSyncError(f"engine {self.name}: no version has been applied, so there is nothing to sample from")
+            raise WeightSyncError(f"engine {self.name} holds no version to sample from: none has been applied")
         self._paused = None
         await self._notify()
 
@@ -202,12 +206,14 @@ class FakeEngine:
             self._deliver(row, finish)
         return finish
 
-    def _interrupt(self, row: _Row, kind: Interruption) -> None:
+    def _interrupt(self, row: _Row, kind: Interruption) -> int:
+        """Deliver what there is; returns how many cached tokens are given up."""
         resubmitted = kind is Interruption.RECOMPUTE and not self.capabilities.in_place_recompute and row.sampled_tokens > 0
         if row.undelivered or resubmitted:
             self._deliver(row, Status.INTERRUPTED if resubmitted else None)
         if resubmitted:
             self._end(row)
+        return row.cached_tokens if resubmitted else 0
 
     def _deliver(self, row: _Row, finish: Status | None) -> None:
         tokens = np.asarray([token for token, _ in row.undelivered], dtype=np.int32)

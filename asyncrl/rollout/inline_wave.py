@@ -148,6 +148,8 @@ def sample(logits: torch.Tensor, *, temperatures: torch.Tensor, draws: torch.Ten
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, draws[:, None] * total, right=True).clamp(max=logits.shape[-1] - 1)
+    # strictly below the total, or rounding could reach past the last token that has a probability
+    targets = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
     picked = logprobs.gather(-1, tokens)
     return tokens[:, 0], torch.where(total.isfinite(), picked, torch.nan)[:, 0]

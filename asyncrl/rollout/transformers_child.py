@@ -97,6 +97,8 @@ class _Child:
         return {"messages": self._messages}
 
     def _apply(self, request: Request) -> Mapping[str, Any]:
+        if not self.sampler.paused:
+            raise WeightSyncError("weights are applied only between pause and resume")
         self.sampler.check_parked()
         state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
         self.sampler.mark_stale()

@@ -90,7 +90,8 @@ class Sampler:
         self._sampled_at_pause = 0
         self._closing = False
         self._pause = contextlib.ExitStack()
-        self._paused = False
+        self.paused = False
+        """Whether the generation thread is parked."""
         self.interrupted_tokens = 0
         """Tokens whose keys and values the newest pause gave up."""
         self._manager = _manager(model, limits, seed=seed, guard=_Guard(self._broken))
@@ -125,9 +126,9 @@ class Sampler:
         Under `RECOMPUTE` jobs that have a cache end with INTERRUPTED. To be called, like `resume`, on one thread.
         """
         self.hold()
-        if not self._paused:
+        if not self.paused:
             self._pause.enter_context(self._manager.pause())
-            self._paused = True
+            self.paused = True
         with self._lock:
             self.interrupted_tokens = 0
             states = self._states()
@@ -143,18 +144,14 @@ class Sampler:
                 running.kv_fresh = key not in states or states[key].position_offset == 0
 
     def check_parked(self) -> None:
-        """Raise AbortNotHonoured unless sampling is paused and no token has been sampled since."""
-        if not self._paused:
-            raise AbortNotHonoured("sampling is not paused")
+        """Raise AbortNotHonoured when a token has been sampled since the pause."""
         extra = self._sampled_tokens() - self._sampled_at_pause
         if extra:
             raise AbortNotHonoured(f"{extra} tokens were sampled after the pause")
 
     def resume(self) -> None:
-        """Sample again. Raises AbortNotHonoured when a token was sampled meanwhile."""
-        if self._paused:
-            self.check_parked()
-        self._paused = False
+        """Sample again."""
+        self.paused = False
         self._pause.close()
         with self._lock:
             self._held = False

@@ -1,0 +1,98 @@
+"""A tiny model in three published versions, and the logprobs its tokens must have, from plain forwards."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from asyncrl.paths import RunPaths
+from asyncrl.weights.manifest import Manifest, merge
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.store import StoreTransport
+from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_bits, local_pieces
+from tests.rollout.engine_contract import Written
+from tests.tiny_model import make_tiny_model
+
+EOS_TOKENS = frozenset({1, 5})
+VOCAB = 48
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model folder, and versions 0, 1, 2 in the store of `paths`, and a version 3 whose logits are NaN."""
+
+    folder: Path
+    paths: RunPaths
+    versions: tuple[PreTrainedModel, ...]
+    manifests: dict[tuple[int, int | None], Manifest]
+
+    def manifest(self, version: int, base: int | None) -> Manifest:
+        return self.manifests[version, base]
+
+    @torch.no_grad()
+    def truth(self, written: Written) -> NDArray[np.float32]:
+        """Logprobs of the written tokens: each under the weights of its version, over fresh keys or over those of older versions."""
+        tokens = torch.tensor([[*written.prompt.tolist(), *written.tokens.tolist()]])
+        found, read, end = [], 0, len(written.prompt)
+        cache = DynamicCache()
+        for count, version, fresh in written.spans:
+            if fresh:
+                cache, read = DynamicCache(), 0
+            # the newest token has no keys yet: whoever samples its successor computes them
+            end += count
+            positions = torch.arange(read, end - 1)[None]
+            logits = self.versions[version](tokens[:, read:end - 1], past_key_values=cache, position_ids=positions).logits[0, -count:]
+            logprobs = torch.log_softmax(logits.float() / written.sampling.temperature, dim=-1)
+            found.append(logprobs.gather(-1, tokens[0, end - count:end, None])[:, 0])
+            read = end - 1
+        return torch.cat(found).numpy()
+
+
+def publish_model(root: Path) -> PublishedModel:
+    """A model whose own generation config would bend the distribution and names one of its two end tokens."""
+    torch.set_num_threads(1)  # more threads only get in each other's way on a model of this size
+    folder = make_tiny_model(root / "model", vocab=VOCAB)
+    (folder / "generation_config.json").write_text(json.dumps(
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "eos_token_id": [5]}))
+    paths = RunPaths(root / "run", root / "shared")
+    paths.make()
+    store = StoreTransport(paths.weights)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    publisher = Publisher(local_pieces(model, rank=0, dtype="float32"), rank=0, store=store)
+    versions, manifests = [], {}
+    generator = torch.Generator().manual_seed(3)
+    for version in range(3):
+        base = version - 1 if version else None
+        if version:
+            _change(model, generator)
+        publication = publisher.publish(local_bits(model, rank=0, dtype="float32"), version=version, base=base)
+        manifests[version, base] = merge([publication], run_epoch=0, version=version, base=base)
+        store.commit(manifests[version, base])
+        publisher.committed(version)
+        versions.append(copy.deepcopy(model).eval())
+    manifests[2, None] = merge([publisher.anchor()], run_epoch=0, version=2, base=None)
+    model.model.norm.weight.data[0] = torch.nan
+    bits = [(piece, bits_of(tensor)) for piece, tensor in
+            zip(local_pieces(model, rank=0, dtype="float32"), checkpoint_tensors(model).values(), strict=True)]
+    manifests[3, 2] = merge([publisher.publish(bits, version=3, base=2)], run_epoch=0, version=3, base=2)
+    return PublishedModel(folder, paths, tuple(versions), manifests)
+
+
+def prompts(count: int) -> list[NDArray[np.int32]]:
+    """Prompts of 3 to 9 tokens, none of them an end."""
+    random = np.random.default_rng(0)
+    return [random.integers(6, VOCAB, size=3 + index % 7).astype(np.int32) for index in range(count)]
+
+
+@torch.no_grad()
+def _change(model: PreTrainedModel, generator: torch.Generator) -> None:
+    for parameter in model.parameters():
+        chosen = torch.rand(parameter.shape, generator=generator) < 0.2
+        parameter.add_(chosen * torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -1,0 +1,208 @@
+"""The engine in the calling process: the contract, and the same bits every time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.errors import ChildDied, EngineError
+from asyncrl.rollout.config import InlineEngineConfig
+from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.inline_engine import InlineEngine
+from asyncrl.rollout.inline_wave import sample
+from asyncrl.types import Sampling, Status
+from tests.rollout import engine_contract
+from tests.rollout.engine_contract import Rig
+from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
+
+LONG_SEED = 0
+"""Of a stream that writes at least nine tokens after the second prompt before an end token, under each version used."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
+    return publish_model(tmp_path_factory.mktemp("inline"))
+
+
+@pytest.fixture
+def rig(model: PublishedModel) -> Iterator[Rig]:
+    with asyncio.Runner() as runner:
+        made = _rig(model, runner)
+        yield made
+        runner.run(made.engine.close())
+
+
+@pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
+def test_contract(rig: Rig, rule) -> None:
+    rig.run(rule(rig))
+
+
+def test_nothing_is_sampled_before_an_anchor(rig: Rig) -> None:
+    rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+
+
+def test_the_same_requests_give_the_same_bits_whatever_ran_before(model: PublishedModel) -> None:
+    async def main(rig: Rig, *, warm: bool) -> list[tuple[bytes, bytes]]:
+        await rig.begin()
+        if warm:
+            await rig.write(rig.prompts[3], Sampling(max_new_tokens=9), seed=123)
+        written = await rig.write_all([Sampling(max_new_tokens=20)] * len(rig.prompts))
+        return [(one.tokens.tobytes(), one.logprobs.tobytes()) for one in written]
+
+    results = []
+    for warm in (False, True):
+        with asyncio.Runner() as runner:
+            rig = _rig(model, runner)
+            results.append(rig.run(main(rig, warm=warm)))
+            rig.run(rig.engine.close())
+    assert results[0] == results[1]
+
+
+def test_deltas_give_the_bits_of_an_engine_that_started_with_the_newest_version(model: PublishedModel) -> None:
+    async def main(rig: Rig, path: tuple[tuple[int, int | None], ...]) -> list[bytes]:
+        for version, base in path:
+            await rig.update(version, base, Interruption.DRAIN)
+        written = await rig.write_all([Sampling(max_new_tokens=20)] * len(rig.prompts))
+        return [one.tokens.tobytes() + one.logprobs.tobytes() for one in written]
+
+    results = []
+    for path in (((0, None), (1, 0), (2, 1)), ((2, None),)):
+        with asyncio.Runner() as runner:
+            rig = _rig(model, runner)
+            results.append(rig.run(main(rig, path)))
+            rig.run(rig.engine.close())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("kind", "fresh"), [(Interruption.KEEP, False), (Interruption.RECOMPUTE, True)])
+def test_an_update_after_token_n_starts_a_span_at_n(rig: Rig, kind: Interruption, fresh: bool) -> None:
+    async def main() -> None:
+        await rig.begin()
+        task = asyncio.create_task(rig.write(rig.prompts[1], Sampling(max_new_tokens=9), seed=LONG_SEED))
+        await _until_sampled(rig.engine, 4)
+        await rig.update(1, 0, kind)
+        await _until_sampled(rig.engine, 7)
+        await rig.update(2, 1, kind)
+        written = await task
+        rig.check(written)
+        assert written.spans == [(4, 0, True), (3, 1, fresh), (2, 2, fresh)]
+
+    rig.run(main())
+
+
+def test_requests_beyond_one_wave_wait_for_the_next(model: PublishedModel) -> None:
+    async def main(rig: Rig) -> None:
+        await rig.begin()
+        tasks = [asyncio.create_task(rig.write(prompt, Sampling(max_new_tokens=5), seed=index)) for index, prompt in enumerate(rig.prompts)]
+        await _until_sampled(rig.engine, 1)
+        await rig.update(1, 0, Interruption.DRAIN)
+        versions = [(await task).spans[0][1] for task in tasks]
+        assert versions == [0] * 4 + [1] * (len(tasks) - 4)
+
+    with asyncio.Runner() as runner:
+        rig = _rig(model, runner, InlineEngineConfig(max_batch_requests=4))
+        rig.run(main(rig))
+        rig.run(rig.engine.close())
+
+
+def test_closing_ends_open_requests(rig: Rig) -> None:
+    async def main() -> None:
+        await rig.begin()
+        task = asyncio.create_task(rig.write(rig.prompts[0], Sampling(max_new_tokens=200)))
+        await _until_sampled(rig.engine, 1)
+        await rig.engine.close()
+        with pytest.raises(ChildDied, match="closed"):
+            await task
+        with pytest.raises(ChildDied, match="closed"):
+            await rig.engine.pause(Interruption.KEEP)
+
+    rig.run(main())
+
+
+def test_a_forward_that_fails_ends_the_engine_with_its_reason(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory left")
+
+    async def main() -> None:
+        await rig.begin()
+        monkeypatch.setattr("asyncrl.rollout.inline_wave.Wave.step", fail)
+        with pytest.raises(ChildDied, match="no memory left"):
+            await rig.write(rig.prompts[0], Sampling(max_new_tokens=5))
+
+    rig.run(main())
+
+
+@pytest.mark.parametrize(("sampling", "named"), [
+    (Sampling(top_p=0.9), r"sampling\.top_p = 0\.9"), (Sampling(top_k=20), r"sampling\.top_k = 20"),
+    (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"), (Sampling(min_new_tokens=2), r"sampling\.min_new_tokens"),
+    (Sampling(stop=("x",)), r"sampling\.stop"), (Sampling(temperature=0.0), r"sampling\.temperature"),
+])
+def test_what_it_cannot_sample_is_refused_by_name(rig: Rig, sampling: Sampling, named: str) -> None:
+    with pytest.raises(EngineError, match=named):
+        rig.run(rig.write(rig.prompts[0], sampling))
+
+
+def test_a_token_outside_the_vocabulary_is_refused(rig: Rig) -> None:
+    with pytest.raises(EngineError, match="token 48 is outside the vocabulary of 48"):
+        rig.run(rig.write(np.asarray([7, 48], np.int32), Sampling()))
+
+
+def test_sampling_inverts_the_cumulative_distribution_at_temperature() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(4, 1)
+    # softmax(logits / 0.6): 0.8121, 0.1534, 0.0290, 0.0055
+    tokens, logprobs = sample(logits, temperatures=torch.full((4,), 0.6), draws=torch.tensor([0.0, 0.8122, 0.9656, 0.9946]).double())
+    assert tokens.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(logprobs.numpy(), [-0.2081, -1.8747, -3.5414, -5.2081], atol=1e-4)
+
+
+def test_sampling_never_picks_a_token_of_probability_zero() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    draws = torch.tensor([0.0, 0.4999999, 0.5, 1 - 1e-16]).double()
+    tokens, _ = sample(logits.repeat(4, 1), temperatures=torch.ones(4), draws=draws)
+    assert tokens.tolist() == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("row", [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
+def test_a_row_of_logits_without_a_distribution_has_no_logprob(row: list[float]) -> None:
+    _, logprobs = sample(torch.tensor([row, [0.0, 0.0]]), temperatures=torch.ones(2), draws=torch.zeros(2).double())
+    assert torch.isnan(logprobs[0])
+    assert logprobs[1] == pytest.approx(-np.log(2))
+
+
+def test_a_broken_row_ends_its_request_and_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_first(logits: torch.Tensor, **arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        steps.append(1)
+        if len(steps) == 3:
+            logits = logits.clone()
+            logits[0, 2] = torch.nan
+        return sample(logits, **arguments)
+
+    async def main() -> None:
+        await rig.begin()
+        monkeypatch.setattr("asyncrl.rollout.inline_wave.sample", break_first)
+        broken, *whole = await asyncio.gather(*(rig.write(rig.prompts[1], Sampling(max_new_tokens=6), seed=LONG_SEED) for _ in range(3)))
+        assert [(len(chunk.tokens), chunk.finish) for chunk in broken.chunks] == [(2, None), (0, Status.NONFINITE_LOGPROB)]
+        assert np.isfinite(broken.logprobs).all()
+        for one in whole:
+            rig.check(one)
+
+    steps: list[int] = []
+    rig.run(main())
+
+
+async def _until_sampled(engine: InlineEngine, count: int) -> None:
+    for _ in range(1000):
+        if engine._wave is not None and engine._wave.rows[0].sampled_tokens >= count:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"the first request of the wave did not reach {count} tokens")
+
+
+def _rig(model: PublishedModel, runner: asyncio.Runner, config: InlineEngineConfig | None = None) -> Rig:
+    engine = InlineEngine(model.folder, config=config)
+    runner.run(engine.start(model.paths))
+    return Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))

@@ -1,0 +1,168 @@
+"""Continuous batching in a child: the contract through the whole proxy, one child for all rules."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ChildDied, ConfigError, EngineError
+from asyncrl.rollout.config import TransformersEngineConfig
+from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.transformers_engine import TransformersEngine
+from asyncrl.types import Sampling, Status
+from tests.rollout import engine_contract
+from tests.rollout.engine_contract import Rig
+from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
+    return publish_model(tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.fixture(scope="module")
+def rig(model: PublishedModel) -> Iterator[Rig]:
+    yield from _rigs(model, TransformersEngineConfig(max_running_requests=16))
+
+
+@pytest.fixture
+def cramped_rig(model: PublishedModel) -> Iterator[Rig]:
+    yield from _rigs(model, TransformersEngineConfig(kv_cache_tokens=256, max_running_requests=12, max_batch_tokens=16))
+
+
+def test_nothing_is_sampled_before_an_anchor(model: PublishedModel, rig: Rig) -> None:
+    rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+
+
+@pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
+def test_contract(rig: Rig, rule) -> None:
+    rig.run(rule(rig))
+
+
+@pytest.mark.parametrize("kind", [Interruption.KEEP, Interruption.RECOMPUTE])
+def test_every_token_over_three_versions_has_the_logprob_of_its_own(rig: Rig, kind: Interruption) -> None:
+    async def main() -> None:
+        await rig.begin()
+        long, short = rig.start_long(Sampling(max_new_tokens=120))
+        await short
+        for version in (1, 2):
+            await rig.update(version, version - 1, kind)
+            await rig.write(rig.prompts[0], Sampling(max_new_tokens=4), seed=99)
+        written = await asyncio.gather(*long)
+        for one in written:
+            rig.check(one)
+        assert any([version for _, version, _ in one.spans] == [0, 1, 2] for one in written)
+
+    rig.run(main())
+
+
+def test_the_other_version_would_have_given_other_logprobs(model: PublishedModel, rig: Rig) -> None:
+    async def main() -> None:
+        await rig.begin()
+        written = await rig.write(rig.prompts[0], Sampling(max_new_tokens=12))
+        wrong = engine_contract.Written(written.prompt, written.sampling, tuple(
+            dataclasses.replace(chunk, policy_version=1) for chunk in written.chunks))
+        assert np.abs(written.logprobs - rig.truth(wrong)).max() > 100 * engine_contract.TOLERANCE
+
+    rig.run(main())
+
+
+def test_keep_aborts_none_of_the_running_requests(rig: Rig) -> None:
+    async def main() -> None:
+        await rig.begin()
+        long, short = rig.start_long(Sampling(max_new_tokens=30))
+        await short
+        await rig.engine.pause(Interruption.KEEP)
+        before = (await rig.engine.health()).running_requests
+        await rig.apply(1, 0)
+        await rig.engine.resume()
+        assert before > 0
+        finishes = [chunk.finish for one in await asyncio.gather(*long) for chunk in one.chunks]
+        assert Status.INTERRUPTED not in finishes
+
+    rig.run(main())
+
+
+def test_a_full_cache_costs_time_and_no_token(cramped_rig: Rig) -> None:
+    rig = cramped_rig
+
+    async def main() -> None:
+        await rig.begin()
+        for one in await rig.write_all([Sampling(max_new_tokens=70)] * len(rig.prompts)):
+            rig.check(one)
+        long, short = rig.start_long(Sampling(max_new_tokens=70))
+        await short
+        await rig.update(1, 0, Interruption.RECOMPUTE)
+        for one in await asyncio.gather(*long):
+            rig.check(one)
+
+    rig.run(main())
+
+
+def test_a_killed_child_ends_every_open_request_and_later_calls(cramped_rig: Rig) -> None:
+    rig = cramped_rig
+
+    async def main() -> None:
+        await rig.begin()
+        long, short = rig.start_long(Sampling(max_new_tokens=200))
+        await short
+        os.kill(rig.engine._child.pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*long, return_exceptions=True)
+        lost = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        assert lost
+        assert all(type(outcome) is ChildDied and "signal 9" in str(outcome) for outcome in lost)
+        for call in (rig.engine.pause(Interruption.KEEP), rig.engine.health(), rig.write(rig.prompts[0], Sampling())):
+            with pytest.raises(ChildDied, match="signal 9"):
+                await call
+
+    rig.run(main())
+
+
+@pytest.mark.parametrize(("sampling", "named"), [
+    (Sampling(top_p=0.9), r"sampling\.top_p = 0\.9"), (Sampling(top_k=20), r"sampling\.top_k = 20"),
+    (Sampling(min_p=0.1), r"sampling\.min_p"), (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"),
+    (Sampling(presence_penalty=0.5), r"sampling\.presence_penalty"), (Sampling(frequency_penalty=0.5), r"sampling\.frequency_penalty"),
+    (Sampling(min_new_tokens=2), r"sampling\.min_new_tokens"), (Sampling(stop=("x",)), r"sampling\.stop"),
+])
+def test_what_it_cannot_sample_is_refused_by_name(rig: Rig, sampling: Sampling, named: str) -> None:
+    with pytest.raises(EngineError, match=named):
+        rig.run(rig.write(rig.prompts[0], sampling))
+
+
+def test_the_context_is_the_models_the_settings_or_the_caches(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "vocab_size": 16, "eos_token_id": 1}))
+
+    def context_tokens(**settings: int) -> int:
+        return TransformersEngine(tmp_path, config=TransformersEngineConfig(**settings)).capabilities.context_tokens
+
+    assert context_tokens() == 1024
+    assert context_tokens(context_tokens=100) == 100
+    assert context_tokens(kv_cache_tokens=512) == 512
+    with pytest.raises(ConfigError, match=r"context_tokens.*kv_cache_tokens"):
+        context_tokens(context_tokens=600, kv_cache_tokens=512)
+    with pytest.raises(ConfigError, match="at most the model's own 1024"):
+        context_tokens(context_tokens=2000)
+
+
+def test_the_controllers_side_needs_no_torch() -> None:
+    modules = "asyncrl.rollout.transformers_engine, asyncrl.rollout.inline_engine, asyncrl.rollout.config, asyncrl.rollout.fake_engine"
+    check = f"import sys, {modules}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
+
+
+def _rigs(model: PublishedModel, config: TransformersEngineConfig) -> Iterator[Rig]:
+    with asyncio.Runner() as runner:
+        engine = TransformersEngine(model.folder, config=config)
+        runner.run(engine.start(model.paths))
+        yield Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))
+        runner.run(engine.close())
