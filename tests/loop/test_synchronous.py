@@ -41,7 +41,8 @@ async def run_asynchronously(model: Path, folder: Path) -> tuple[list[StepReport
     run = Run(prompts=PromptSource(prompts()), engine=InlineEngine(model), env=SingleTurn(reward), sampling=SAMPLING,
               buffer=ReplayBuffer(groups_per_step=GROUPS, group_size=GROUP_SIZE, max_staleness=0, zero_variance="keep"),
               trainer=Trainer(model, **TRAINING),
-              options=RunOptions(name="async", folder=folder, seed=SEED, weights=WEIGHTS, probe=ProbeConfig(every_steps=1, max_mean_gap=1e-4)))
+              options=RunOptions(name="async", folder=folder, seed=SEED, weights=WEIGHTS,
+                                 probe=ProbeConfig(every_steps=1, max_mean_gap=1e-4)))
     async with run:
         reports = [report async for report in run.steps(STEPS)]
         return reports, (await run.trainer.publish()).state_hash

@@ -1,0 +1,123 @@
+"""The folder of a run, `folder/name`: what it writes while it goes on, and at its end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.accounting import Account
+from asyncrl.config import RunConfig, Wandb, dump_config
+from asyncrl.loop import StepReport
+from asyncrl.observe.console import HEADER, step_line
+from asyncrl.observe.jsonl import JsonlWriter, sample_rows
+from asyncrl.observe.plots import plot_reward
+from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_curve, total_of
+from asyncrl.observe.wandb_writer import WandbWriter
+from asyncrl.rollout.evaluate import Evaluation
+
+Echo = Callable[[str], None]
+
+
+class RunFolder:
+    """Everything a run writes: resolved configuration, metrics, samples, summary, picture; and the console and tracker beside them."""
+
+    def __init__(self, config: RunConfig, *, echo: Echo) -> None:
+        self.path = folder = Path(config.run.folder) / config.run.name
+        if kept := move_aside(folder):
+            echo(f"an earlier run of this name is kept as {kept}")
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        self._config, self._echo = config, echo
+        self._metrics = JsonlWriter(folder / "metrics.jsonl")
+        self._samples = JsonlWriter(folder / "samples.jsonl")
+        self._wandb = WandbWriter(project=config.run.wandb.project, name=config.run.name, config=config.model_dump(mode="json"),
+                                  folder=folder) if isinstance(config.run.wandb, Wandb) else None
+        self._rows: list[dict[str, float]] = []
+        self._evaluations: dict[int, float] = {}
+        self._began_s = self._wall_s = 0.0
+
+    def begin(self) -> None:
+        """The first step starts."""
+        self._began_s = time.monotonic()
+        self._echo(HEADER)
+
+    def end(self) -> None:
+        """The last step and its evaluation are over."""
+        self._wall_s = time.monotonic() - self._began_s
+
+    def stepped(self, report: StepReport, *, decode: Callable[[Any], str]) -> None:
+        """Note one step."""
+        row = {"step": report.index, "version": report.version, **report.metrics}
+        self._rows.append(row)
+        self._write({"trainer_step": report.index, **row})
+        self._echo(step_line(report.index, report.metrics, max_staleness=self._config.buffer.max_staleness))
+        if report.index % self._config.run.sample_every_steps == 1 or self._config.run.sample_every_steps == 1:
+            for sample in sample_rows(report.batch.groups[0], step=report.index, decode=decode):
+                self._samples.write(sample)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Note one evaluation."""
+        self._evaluations[step] = evaluation.reward_mean
+        self._write({"eval_version": evaluation.version_max, "eval/reward/mean": evaluation.reward_mean,
+                     "eval/errors/sum": evaluation.num_errors,
+                     **{f"eval/{source}/mean": value for source, value in evaluation.by_source.items()}})
+        self._echo(f"  eval  {evaluation.reward_mean:6.3f}   held-out reward of version {evaluation.version_max}, "
+                   f"{evaluation.num_rollouts} rollouts, {evaluation.num_errors} errors")
+
+    def summarise(self, account: Account) -> dict[str, Any]:
+        """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
+        summary = self._summary(account)
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        steps, rewards = reward_curve(self._rows)
+        plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=self._evaluations, title=self._config.run.name)
+        self._echo(f"reward {_shown(summary['reward_first'])} → {_shown(summary['reward_last'])}, "
+                   f"held-out {_shown(summary['eval_before'])} → {_shown(summary['eval_after'])}, "
+                   f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {self.path}")
+        return summary
+
+    def _summary(self, account: Account) -> dict[str, Any]:
+        rows = self._rows
+        first, last = edge_rewards(rows)
+        evaluations = list(self._evaluations.values())
+        return {
+            "reward_first": first, "reward_last": last,
+            "eval_before": evaluations[0] if evaluations else None, "eval_after": evaluations[-1] if evaluations else None,
+            "steps": len(rows), "wall_s": self._wall_s,
+            "rollout_tokens": account.generated.tokens, "trained_tokens": account.trained.tokens,
+            "tokens_dropped": {reason: count.tokens for reason, count in account.dropped.items()},
+            "staleness_max": largest_of(rows, "staleness/token/max"), "max_staleness": self._config.buffer.max_staleness,
+            "depth_groups_mean": mean_of(rows, "buffer/depth/last"),
+            "length_bias": rows[-1].get("buffer/length_bias/last") if rows else None,
+            "rollout_tokens_per_s": total_of(rows, "rollout/tokens/sum") / self._wall_s if self._wall_s else None,
+            "engine_wait_frac": mean_of(rows, "engine/wait_frac/last"), "trainer_wait_frac": mean_of(rows, "trainer/wait_frac/last"),
+            "weight_sync_s_mean": mean_of(rows, "weights/sync_s/mean"), "weight_sync_density_mean": mean_of(rows, "weights/density/mean"),
+            "ledger_closed": account.is_closed,
+        }
+
+    def close(self) -> None:
+        """Close every file and tracker."""
+        self._metrics.close()
+        self._samples.close()
+        if self._wandb:
+            self._wandb.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._metrics.write(row)
+        if self._wandb:
+            self._wandb.write(row)
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename what lies at `folder` to the first free `folder.N`; None when nothing does. No run overwrites another."""
+    if not folder.exists():
+        return None
+    kept = next(place for number in itertools.count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
+    return folder.rename(kept)
+
+
+def _shown(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"
