@@ -70,10 +70,10 @@ class BufferConfig(BaseModel):
 
     @model_validator(mode="after")
     def check(self) -> BufferConfig:
-        """Raises ConfigError for a pair that cannot work. Publishing less often than every step is checked in `make_policy`."""
+        """Raises ConfigError for a pair that cannot work. What depends on the publish interval: `check_publish_interval`."""
         _check_policy_fields(self)
         _check_rollouts(self)
-        make_depth(self, make_policy(self))
+        make_policy(self)
         return self
 
     @property
@@ -87,13 +87,18 @@ def buffer_config(**settings: Any) -> BufferConfig:
     try:
         return BufferConfig(**settings)
     except ValidationError as refused:
-        first = refused.errors()[0]
+        first = min(refused.errors(), key=lambda error: error["type"] != "extra_forbidden")
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             raise cause from None
         known = ", ".join(BufferConfig.model_fields)
         raise ConfigError(".".join(["buffer", *map(str, first["loc"])]), value=first["input"], allowed=first["msg"],
                           remedy=f"The fields of buffer are {known}.") from None
+
+
+def check_publish_interval(config: BufferConfig, publish_every_steps: int) -> None:
+    """Raise ConfigError unless policy, window and depth work when engines get weights every `publish_every_steps`."""
+    make_depth(config, make_policy(config, publish_every_steps=publish_every_steps), publish_every_steps=publish_every_steps)
 
 
 def make_policy(config: BufferConfig, *, publish_every_steps: int = 1, start_version: int = 0) -> Policy:

@@ -58,5 +58,6 @@ class Fleet:
         self._settle()
 
     def _settle(self) -> None:
+        """Never lowers it: an engine begins to serve with the newest version of all."""
         serving = [engine.version for engine in self._engines.values() if engine.serving]
-        self._served_version = max(self._served_version, min(serving, default=self._served_version))
+        self._served_version = min(serving, default=self._served_version)

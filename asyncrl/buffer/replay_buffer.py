@@ -136,13 +136,7 @@ class ReplayBuffer:
         slot = self._slots.get(group_id)
         if slot is None or slot.state is SlotState.TAKEN:
             return False
-        group = self._stored.pop(group_id)
-        del self._slots[group_id]
-        self._late.expect(group, reason)
-        self._account_drop(reason, group.count, groups=1)
-        if self._recorder:
-            self._recorder.dropped(group_id, reason)
-        self._changed()
+        self._discard(group_id, reason)
         return True
 
     def end_of_data(self) -> None:
@@ -153,10 +147,8 @@ class ReplayBuffer:
     def drop_all(self, reason: str) -> None:
         """End with an empty buffer: drop every group, one that is out in a batch included."""
         self._batch = None
-        for group_id in self._stored:
-            self._slots[group_id] = dataclasses.replace(self._slots[group_id], state=SlotState.GENERATING, batch_version=None)
         for group_id in tuple(self._stored):
-            self.drop(group_id, reason)
+            self._discard(group_id, reason)
 
     async def take(self) -> Batch | None:
         """The next batch: P whole groups in order of admission, staleness checked. Waits for groups; woken by complete and drop.
@@ -254,16 +246,25 @@ class ReplayBuffer:
         self._progress_s = now_s()
         return slot
 
+    def _discard(self, group_id: int, reason: str) -> None:
+        group = self._stored.pop(group_id)
+        del self._slots[group_id]
+        self._late.expect(group, reason)
+        self._account_drop(reason, group.count, groups=1)
+        if self._recorder:
+            self._recorder.dropped(group_id, reason)
+        self._changed()
+
     def _judge(self, group: StoredGroup) -> None:
         """A whole group: ready, or dropped."""
         rewards = valid_rewards(group.rollouts.values())
         if len(rewards) < self.config.least_valid_rollouts:
-            self.drop(group.slot.group_id, "too_few_valid")
+            self._discard(group.slot.group_id, "too_few_valid")
             return
         is_equal = is_zero_variance(rewards, tolerance=self.config.zero_variance_tolerance)
         self._stats.zero_variance(is_equal)
         if is_equal and self.config.zero_variance == "drop":
-            self.drop(group.slot.group_id, "zero_variance")
+            self._discard(group.slot.group_id, "zero_variance")
             self._count_empty(rewards[0])
             return
         self._equal_rewards.clear()
