@@ -17,11 +17,11 @@ from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource, read_jsonl
-from asyncrl.rollout.task_config import JsonlPrompts, PromptsConfig, PromptsEval
+from asyncrl.rollout.task_config import FunctionPrompts, JsonlPrompts, PromptsConfig, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.run_folder import Echo, RunFolder
 from asyncrl.train.prepare import cache_key
-from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder
+from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
 
@@ -40,6 +40,20 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
             return folder.summarise(run.account())
     finally:
         folder.close()
+
+
+def check_functions(config: RunConfig) -> None:
+    """Raise ConfigError for a function the recipe names and its module does not define, before anything is made or started."""
+    named = {"env.reward": config.env.reward}
+    if isinstance(config.model, ModelFunction):
+        named["model.function"] = config.model.function
+    if isinstance(config.warm_up, CrossEntropyWarmUp):
+        named |= {"warm_up.examples": config.warm_up.examples, "warm_up.held_out": config.warm_up.held_out}
+    for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
+        if isinstance(prompts, FunctionPrompts):
+            named[f"{field}.function"] = prompts.function
+    for field, reference in named.items():
+        load_function(reference, field=field)
 
 
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:

@@ -1,0 +1,106 @@
+"""What the README shows runs: the recipe, its overrides, the script, the benchmark's task."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from asyncrl.config import load_config
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
+LIMIT_S = 240
+
+
+def run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs folder after a short quickstart from a hasty warm-up."""
+    folder = tmp_path_factory.mktemp("runs")
+    run("-m", "asyncrl.cli", "train", str(QUICKSTART), f"run.folder={folder}", "run.steps=6", "eval.every_steps=3", "eval.limit=32",
+        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.sample_every_steps=2")
+    return folder
+
+
+@pytest.mark.slow
+def test_the_quickstart_leaves_what_it_promises(finished: Path) -> None:
+    folder = finished / "quickstart"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) == {
+        "reward_first", "reward_last", "eval_before", "eval_after", "steps", "wall_s", "rollout_tokens", "trained_tokens", "tokens_dropped",
+        "staleness_max", "max_staleness", "depth_groups_mean", "length_bias", "rollout_tokens_per_s", "engine_wait_frac",
+        "trainer_wait_frac", "weight_sync_s_mean", "weight_sync_density_mean", "ledger_closed"}
+    assert summary["steps"] == 6
+    assert summary["ledger_closed"] is True
+    assert summary["staleness_max"] <= summary["max_staleness"] == 2
+    assert summary["rollout_tokens"] == summary["trained_tokens"] + sum(summary["tokens_dropped"].values())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5, 6]
+    assert len([row for row in rows if "eval/reward/mean" in row]) == 3
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    assert len(sample["tokens"]) == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) == len(sample["policy_versions"])
+
+
+@pytest.mark.slow
+def test_the_trained_model_loads_and_differs_from_the_warm_one(finished: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (warm,) = [path for path in (finished / ".cache").iterdir() if path.is_dir()]
+    before = AutoModelForCausalLM.from_pretrained(warm).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(finished / "quickstart" / "model").state_dict()
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert AutoTokenizer.from_pretrained(finished / "quickstart" / "model").encode("12+34=") == [3, 4, 12, 5, 6, 13]
+
+
+@pytest.mark.slow
+def test_the_resolved_configuration_is_a_recipe_itself(finished: Path) -> None:
+    resolved = load_config(finished / "quickstart" / "config.yaml")
+    assert resolved.run.steps == 6
+    assert resolved.warm_up.until_accuracy == 0.06
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_runs(finished: Path) -> None:
+    (warm,) = [path for path in (finished / ".cache").iterdir() if path.is_dir()]
+    lines = run(str(ROOT / "recipes" / "minimal.py"), str(warm), "3", cwd=finished).splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
+    assert all(float(line.split()[2]) <= 2 for line in lines)
+
+
+def test_a_dry_run_prints_the_configuration_and_the_processes_and_starts_nothing(tmp_path: Path) -> None:
+    text = run("-m", "asyncrl.cli", "train", str(QUICKSTART), f"run.folder={tmp_path}", "--dry-run", "trainer.processes=2")
+    assert "trainer: 2 child" in text
+    assert yaml.safe_load(text)["buffer"]["max_staleness"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_held_out_sums_are_never_trained_on() -> None:
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        from arithmetic import task
+    finally:
+        sys.path.pop(0)
+    asked = {prompt.text for prompt in itertools.islice(task.sums(seed=3), 5000)}
+    asked |= {text for text, _ in itertools.islice(task.worked_sums(), 5000)}
+    held_out = {prompt.text for prompt in task.held_out_sums()} | {text for text, _ in task.held_out_examples()}
+    assert not asked & held_out
+    prompt = next(task.sums(seed=3))
+    left, right = map(int, prompt.text.rstrip("=").split("+"))
+    assert task.is_correct(prompt, f"{left + right:03d}") == 1.0
+    assert task.is_correct(prompt, f"{left + right + 1:03d}") == 0.0

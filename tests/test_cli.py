@@ -1,0 +1,42 @@
+"""The command line: exit codes and messages before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import EXIT_USAGE, main
+
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
+
+
+def test_an_unknown_setting_names_its_nearest_neighbour_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(QUICKSTART), "--dry-run", "trainer.learnig_rate=1e-6"]) == EXIT_USAGE
+    assert "Did you mean 'learning_rate'?" in capsys.readouterr().err
+
+
+def test_a_setting_written_as_an_option_exits_2_with_the_right_form(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(QUICKSTART), "--learnig_rate", "1e-6"])
+    assert stop.value.code == EXIT_USAGE
+    assert "section.key=value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["prompts.function=task.py:nothing", "env.reward=task.py:nothing", "warm_up.examples=no.py:x",
+                                     "sampling.top_p=0.9", "buffer.max_staleness=-1", "trainer.processes=none"])
+def test_what_cannot_work_exits_2_and_says_what_is_allowed(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(QUICKSTART), setting, "--dry-run"]) == EXIT_USAGE
+    assert "is not allowed" in capsys.readouterr().err
+
+
+def test_a_missing_recipe_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "no-such.yaml"]) == EXIT_USAGE
+    assert "is not allowed" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(QUICKSTART), "run.steps=7", "--dry-run", "run.seed=3"]) == 0
+    text = capsys.readouterr().out
+    assert "steps: 7" in text
+    assert "seed: 3" in text
