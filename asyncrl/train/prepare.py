@@ -82,8 +82,8 @@ def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    tokenizer = _Examples(folder)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = _Examples(folder, eos_token=_end_of_sequence(net.generation_config.eos_token_id, folder))
     examples = iter(load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments))
     held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments),
                               field="warm_up.held_out")
@@ -108,31 +108,40 @@ def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
                      f"(reached {accuracy:.3f}): raise max_steps, or ask for less")
 
 
+def _end_of_sequence(eos_tokens: int | list[int] | None, folder: Path) -> int:
+    """The token engines stop at, the first of several."""
+    if eos_tokens is None or eos_tokens == []:
+        raise ConfigError("model", value=str(folder), allowed="a generation_config.json with an eos_token_id",
+                          remedy="Set model.generation_config.eos_token_id before the model is saved.")
+    return eos_tokens if isinstance(eos_tokens, int) else eos_tokens[0]
+
+
 class _Examples:
-    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token."""
+    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token.
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+    Reads `tokenizer.json` itself, as the rollouts do: `AutoTokenizer` guesses special tokens where tokenizer_config.json is missing.
+    """
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        if self._tokenizer.eos_token_id is None:
-            raise ConfigError("model", value=str(folder), allowed="a tokenizer with an end-of-sequence token",
-                              remedy="Set eos_token when the tokenizer is made.")
+    def __init__(self, folder: Path, *, eos_token: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._eos_token = eos_token
 
     def rows(self, pairs: Iterable[tuple[str, str]], *, field: str) -> tuple[Any, Any]:
         """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned. Raises ConfigError when there is no pair."""
         import torch
 
-        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode(completion, add_special_tokens=False))
+        encoded = [(self._tokenizer.encode(prompt).ids, self._tokenizer.encode(completion, add_special_tokens=False).ids)
                    for prompt, completion in pairs]
         if not encoded:
             raise ConfigError(field, value="no more pairs", allowed="endless examples, and at least one held-out pair",
                               remedy="Start again at the end of the data (itertools.cycle).")
         width = max(len(prompt) + len(completion) + 1 for prompt, completion in encoded)
-        tokens = torch.full((len(encoded), width), self._tokenizer.eos_token_id)
+        tokens = torch.full((len(encoded), width), self._eos_token)
         labels = torch.full((len(encoded), width), -1)
         for row, (prompt, completion) in enumerate(encoded):
-            ids = torch.tensor([*prompt, *completion, self._tokenizer.eos_token_id])
+            ids = torch.tensor([*prompt, *completion, self._eos_token])
             tokens[row, :len(ids)] = ids
             labels[row, len(prompt):len(ids)] = ids[len(prompt):]
         return tokens, labels
