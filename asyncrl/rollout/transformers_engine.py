@@ -24,7 +24,9 @@ from asyncrl.weights.manifest import Manifest
 _MODULE = "asyncrl.rollout.transformers_child"
 _PAUSE_TIMEOUT_S = 60.0
 """A pause waits for one forward pass, never for a request."""
-_CALL_TIMEOUT_S = 120.0
+_CALL_TIMEOUT_S = 600.0
+"""Beyond what a caller would wait for; the child answers at once, or after the weights of a large model are written."""
+_START_TIMEOUT_S = 600.0
 
 
 class TransformersEngine:
@@ -58,7 +60,8 @@ class TransformersEngine:
                 "threads": config.threads, "seed": config.seed, "eos_tokens": sorted(self._facts.eos_tokens),
                 "limits": {"max_batch_tokens": config.max_batch_tokens, "max_running_requests": config.max_running_requests,
                            "kv_cache_tokens": config.kv_cache_tokens}}
-        self._child = await Child.start(_MODULE, name=self.name, spec=spec, logs=paths.logs, env={"OMP_NUM_THREADS": str(config.threads)})
+        self._child = await Child.start(_MODULE, name=self.name, spec=spec, logs=paths.logs, start_timeout_s=_START_TIMEOUT_S,
+                                        env={"OMP_NUM_THREADS": str(config.threads)})
         self._tasks = [asyncio.create_task(self._watch(work)) for work in (self._receive(self._child), self._send(self._child))]
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

@@ -137,7 +137,10 @@ class Sampler:
             self._emit([emission for emission in emissions if emission.tokens or emission.finish])
 
     def mark_stale(self) -> None:
-        """The weights were written: what is cached is of an older version now."""
+        """The weights were written: what is cached is of an older version now.
+
+        A job that later gives its cache up for lack of room keeps the mark, though its keys are then computed anew.
+        """
         with self._lock:
             states = self._states()
             for key, running in self._running.items():

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.errors import ChildDied, EngineError
+from asyncrl.errors import ChildDied, EngineError, WeightSyncError, WrongBase
 from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.inline_wave import sample
-from asyncrl.types import Sampling, Status
+from asyncrl.types import NOT_SAMPLED, Sampling, Status
 from tests.rollout import engine_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
@@ -107,6 +107,29 @@ def test_requests_beyond_one_wave_wait_for_the_next(model: PublishedModel) -> No
         rig = _rig(model, runner, InlineEngineConfig(max_batch_requests=4))
         rig.run(main(rig))
         rig.run(rig.engine.close())
+
+
+def test_a_failed_write_leaves_an_engine_that_serves_nothing_until_an_anchor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise WeightSyncError("memory reads back differently")
+
+    async def main() -> None:
+        await rig.begin()
+        await rig.engine.pause(Interruption.KEEP)
+        with monkeypatch.context() as patched:
+            patched.setattr("asyncrl.weights.targets.Target.write", fail)
+            with pytest.raises(WeightSyncError, match="reads back differently"):
+                await rig.apply(1, 0)
+        assert (await rig.engine.health()).version == NOT_SAMPLED
+        with pytest.raises(WeightSyncError, match="writing version 1 did not finish"):
+            await rig.engine.resume()
+        with pytest.raises(WrongBase, match="an anchor is needed"):
+            await rig.apply(1, 0)
+        await rig.apply(2, None)
+        await rig.engine.resume()
+        rig.check(await rig.write(rig.prompts[0], Sampling(max_new_tokens=5)))
+
+    rig.run(main())
 
 
 def test_closing_ends_open_requests(rig: Rig) -> None:
