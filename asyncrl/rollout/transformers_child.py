@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
@@ -38,12 +39,12 @@ def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
     threading.Thread(target=child.exit_when_stopped, daemon=True).start()
     channel.ready()
     try:
-        while (request := channel.recv()).op != CLOSE:
-            if request.op != CANCEL:
-                child.handle(request)
-    except ParentGone:
-        pass
-    child.sampler.close()
+        with contextlib.suppress(ParentGone):
+            while (request := channel.recv()).op != CLOSE:
+                if request.op != CANCEL:
+                    child.handle(request)
+    finally:
+        child.sampler.close()
 
 
 class _Child:
