@@ -103,6 +103,7 @@ class Run:
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.skipped_prompts = 0
         self.index = 0
+        self._probe_at = 0
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[None]
@@ -227,8 +228,9 @@ class Run:
 
     async def _probe_when_due(self) -> None:
         probe = self.options.probe
-        if self.index % probe.every_steps:
+        if self.index < self._probe_at or self.trainer.version % self.options.weights.publish_every_steps:
             return
+        self._probe_at = self.index + probe.every_steps
         version = await self._or_failure(self.weights.applied())
         rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP))
         score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
