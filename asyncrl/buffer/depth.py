@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+_CALM_TAKES = 4
+"""Takes in a row without waiting before depth shrinks: after fewer, a batch of short answers alone would be followed by a wait."""
+
 
 @dataclass(frozen=True, slots=True)
 class Depth:
     """Slots the run wants to hold at once, counted like the capacity: until engines have the weights trained on them.
 
     The bound is a promise, not an operating point: where engines outrun the trainer, a full buffer only makes every token
-    older. `auto` moves by `step_groups` up while the trainer waits for want of depth, and by one down while groups are left
-    over; up is faster since a waiting trainer costs more than a little staleness.
+    older. `auto` grows by `step_groups` when the trainer waits for want of depth. When several takes in a row neither waited
+    nor used up what was ready, half of what was left over each time is given up.
     """
 
     groups: int
@@ -20,6 +23,10 @@ class Depth:
     most_groups: int
     step_groups: int
     """0: fixed."""
+    calm_takes: int = 0
+    """Takes in a row that did not wait."""
+    spare_groups: int = 0
+    """Ready groups that each of them left over."""
 
     @classmethod
     def auto(cls, *, groups_per_step: int, least_groups: int, most_groups: int) -> Depth:
@@ -32,9 +39,15 @@ class Depth:
         return cls(groups, groups, groups, step_groups=0)
 
     def deeper(self) -> Depth:
-        """After a take that waited while only depth held admission back."""
+        """During a take that waits while only depth holds admission back."""
         return dataclasses.replace(self, groups=min(self.most_groups, self.groups + self.step_groups))
 
-    def shallower(self) -> Depth:
-        """After a take that left ready groups over."""
-        return dataclasses.replace(self, groups=max(self.least_groups, self.groups - min(1, self.step_groups)))
+    def after_take(self, *, waited: bool, left_over_groups: int) -> Depth:
+        """After a take that left so many ready groups over."""
+        if waited:
+            return dataclasses.replace(self, calm_takes=0, spare_groups=0)
+        spare = min(self.spare_groups, left_over_groups) if self.calm_takes else left_over_groups
+        if self.calm_takes + 1 < _CALM_TAKES:
+            return dataclasses.replace(self, calm_takes=self.calm_takes + 1, spare_groups=spare)
+        given_up = (spare + 1) // 2 if 0 < self.step_groups <= spare else 0
+        return dataclasses.replace(self, groups=max(self.least_groups, self.groups - given_up), calm_takes=0, spare_groups=0)

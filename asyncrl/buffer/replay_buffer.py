@@ -157,7 +157,7 @@ class ReplayBuffer:
         missing groups when nothing happens for `stall_timeout_s`, what `fail` was given, and RuntimeError while the last batch
         is not `trained`. Cancelling it is safe.
         """
-        started_s, deepened = now_s(), False
+        started_s, waited, deepened = now_s(), False, False
         async with self._consumption:
             if self._batch is not None:
                 raise RuntimeError(f"the batch of version {self._batch.version} is out: call trained() before the next take()")
@@ -168,11 +168,14 @@ class ReplayBuffer:
                     if not deepened and self._depth_holds_admission():
                         self._depth, deepened = self._depth.deeper(), True
                         self._changed()
+                    waited = True
                     missing = () if self._failure else chosen.group_ids
                     await self._next_change("the trainer waits for a batch", missing, started_s=started_s)
             finally:
                 self._stats.waited("trainer", now_s() - started_s)
-            return self._hand_out(chosen)
+            batch, left_over = self._hand_out(chosen)
+            self._depth = self._depth.after_take(waited=waited, left_over_groups=left_over)
+            return batch
 
     def trained(self, batch: Batch) -> None:
         """The step on the batch that was taken last is done: version + 1. Raises StalenessError for any other batch."""
@@ -295,19 +298,18 @@ class ReplayBuffer:
         if self._ledger:
             self._ledger.dropped(reason, tokens=dropped.tokens, rollouts=dropped.rollouts)
 
-    def _hand_out(self, chosen: tuple[int, ...]) -> Batch:
+    def _hand_out(self, chosen: tuple[int, ...]) -> tuple[Batch, int]:
+        """The batch, and how many ready groups are left over."""
         batch = Batch(self._version, tuple(self._stored[group_id].build() for group_id in chosen))
         self.policy.check(batch, self._version)
         waiting = overtake(tuple(self._slots.values()), chosen)
         self._slots.update({slot.group_id: slot for slot in waiting})
         for group_id in chosen:
             self._slots[group_id] = dataclasses.replace(self._slots[group_id], state=SlotState.TAKEN, batch_version=self._version)
-        if any(slot.state is SlotState.READY for slot in waiting):
-            self._depth = self._depth.shallower()
         self._batch = batch
         self._stats.take(batch, bound=self.config.max_staleness)
         self._changed()
-        return batch
+        return batch, sum(slot.state is SlotState.READY for slot in waiting)
 
     def _release(self) -> None:
         served = self._fleet.served_version

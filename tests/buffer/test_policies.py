@@ -14,6 +14,12 @@ def view_of(*states: SlotState, version: int = 0, depth: int = 1000, first_overt
     return BufferView(version=version, served_version=version, depth_groups=depth, slots=slots, ended=ended)
 
 
+def after_takes(depth: Depth, *takes: tuple[bool, int]) -> int:
+    for waited, left_over in takes:
+        depth = depth.after_take(waited=waited, left_over_groups=left_over)
+    return depth.groups
+
+
 def test_lease_admits_what_capacity_and_depth_leave():
     lease = Lease(groups_per_step=4, max_staleness=2, window=2)
     assert lease.capacity_groups == 11
@@ -121,8 +127,18 @@ def test_depth_moves_inside_its_limits():
     assert depth.groups == 32
     assert depth.deeper().groups == 34
     assert depth.deeper().deeper().groups == 35
-    assert depth.shallower().groups == 31
-    for _ in range(40):
-        depth = depth.shallower()
-    assert depth.groups == 16
-    assert Depth.fixed(7).deeper() == Depth.fixed(7).shallower() == Depth.fixed(7)
+    assert after_takes(depth, *[(False, 100)] * 4) == 16
+    assert Depth.fixed(7).deeper() == Depth.fixed(7)
+    assert after_takes(Depth.fixed(7), *[(False, 5)] * 8) == 7
+
+
+@pytest.mark.parametrize(("takes", "groups"), [
+    ([(False, 6)] * 3, 32),                             # too few takes to tell
+    ([(False, 6)] * 4, 29),                             # six were spare each time: half of them go
+    ([(False, 6), (False, 3), (False, 9), (False, 6)], 30),
+    ([(False, 6), (False, 1), (False, 9), (False, 6)], 32),   # less than a step was spare
+    ([(False, 6), (True, 6), (False, 6), (False, 6)], 32),    # one waited
+    ([(False, 1)] * 4 + [(False, 6)] * 4, 29),          # four quiet ones do not count against the next four
+])
+def test_depth_shrinks_by_half_of_what_every_take_left_over(takes, groups):
+    assert after_takes(Depth.auto(groups_per_step=16, least_groups=16, most_groups=35), *takes) == groups

@@ -460,13 +460,19 @@ def test_depth_grows_while_the_trainer_waits_for_want_of_it_and_shrinks_when_gro
         feeding = asyncio.ensure_future(buffer.admit(Prompt()))
         taking = asyncio.ensure_future(buffer.take())
         await settle()
-        depths.append(buffer.view().depth_groups)
         assert feeding.done(), "the deeper buffer admits at once"
+        depths.append(buffer.view().depth_groups)
         for group_id in range(17):
             complete_group(buffer, group_id, version=0, rewards=(1.0,))
-        await taking
+        buffer.trained(await taking)
+        for version in range(1, 5):
+            buffer.acknowledge("e0", version)
+            for slot in await admit_all(buffer):
+                complete_group(buffer, slot.group_id, version=version, rewards=(1.0,))
+            buffer.trained(await buffer.take())
         depths.append(buffer.view().depth_groups)
-        assert depths == [16, 17, 16]
+        # Each of the four takes found 17 ready and left 9, of which 5 are given up.
+        assert depths == [16, 17, 12]
 
     run_virtual(main())
 
