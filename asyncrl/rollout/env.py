@@ -146,7 +146,7 @@ class Session:
         history = np.asarray(tokens, dtype=np.int32)
         if self._builder is not None:
             known = self._builder.tokens
-            if len(history) >= len(known) and np.array_equal(history[:len(known)], known):
+            if np.array_equal(history[:len(known)], known):
                 self._builder.given(history[len(known):], turn=self._turn)
                 return self._builder
             self._done.append(self._builder.build())

@@ -77,6 +77,17 @@ def test_the_last_step_is_measured_though_it_is_no_multiple(tmp_path):
     assert report["steps"] == 3
 
 
+def test_the_loss_is_the_mean_over_the_tokens_of_the_completions(tmp_path):
+    from transformers import AutoModelForCausalLM
+    prepare(MODEL, NoWarmUp(), folder=tmp_path / "cold")
+    report = prepare(MODEL, warm_up(until_accuracy=1e-9, check_every_steps=1, batch_size=10), folder=tmp_path / "warm")
+    net = AutoModelForCausalLM.from_pretrained(tmp_path / "cold", dtype=torch.float32)
+    rows = torch.tensor([[CHARACTERS.index(str(digit)), CHARACTERS.index("="), CHARACTERS.index(str(digit)), 1] for digit in range(10)])
+    with torch.no_grad():
+        logprobs = net(input_ids=rows).logits[:, 1:3].log_softmax(-1).gather(-1, rows[:, 2:].unsqueeze(-1))
+    assert report["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-5)
+
+
 def test_without_warm_up_the_model_stays_as_the_function_wrote_it(tmp_path):
     assert prepare(MODEL, NoWarmUp(), folder=tmp_path / "a") == {}
     prepare(MODEL, NoWarmUp(), folder=tmp_path / "b")
