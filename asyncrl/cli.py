@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.training import check_functions, processes_of, train
+from asyncrl.training import check_environment, processes_of, train
 
 EXIT_USAGE = 2
 """A setting or a file that cannot work; nothing was started."""
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized {' '.join(wrong)}; settings are given as section.key=value, such as trainer.learning_rate=1e-4")
     try:
         config = load_config(options.recipe, [*options.overrides, *later])
-        check_functions(config)
+        check_environment(config)
         if options.dry_run:
             print(describe(config))
             return 0

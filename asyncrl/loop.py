@@ -184,7 +184,8 @@ class Run:
         await self._or_failure(self.weights.applied())
         prompts = [complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                    for number, prompt in enumerate(self.options.eval_prompts)]
-        return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP)))
+        return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP,
+                                                             timeout_s=self.buffer.config.stall_timeout_s)))
 
     async def finish(self) -> None:
         """Stop producing. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
@@ -204,10 +205,13 @@ class Run:
         stream = self.prompts.stream(self.tokenizer)
         self._probe_prompts = tuple(itertools.islice(stream, self.options.probe.prompts))
         self._stream = itertools.chain(self._probe_prompts, stream)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights))
-            for engine in self.engines:
-                tasks.create_task(engine.start(self.paths))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights))
+                for engine in self.engines:
+                    tasks.create_task(engine.start(self.paths))
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
         for engine in self.engines:
             require(engine.capabilities, self.sampling, Interruption(self.options.weights.interruption), engine=engine.name)
             self.buffer.add_engine(engine.name, 0)
@@ -232,7 +236,8 @@ class Run:
             return
         self._probe_at = self.index + probe.every_steps
         version = await self._or_failure(self.weights.applied())
-        rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP))
+        rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP,
+                                                       timeout_s=self.buffer.config.stall_timeout_s))
         score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
         parity = await measure_parity(rollouts, score=score, version=version)
         judge(parity, max_mean_gap=probe.max_mean_gap, temperature=self.sampling.temperature)

@@ -34,11 +34,16 @@ class RunFolder:
         self._config, self._echo = config, echo
         self._metrics = JsonlWriter(folder / "metrics.jsonl")
         self._samples = JsonlWriter(folder / "samples.jsonl")
-        self._wandb = WandbWriter(project=config.run.wandb.project, name=config.run.name, config=config.model_dump(mode="json"),
-                                  folder=folder) if isinstance(config.run.wandb, Wandb) else None
+        self._wandb: WandbWriter | None = None
         self._rows: list[dict[str, float]] = []
         self._evaluations: dict[int, float] = {}
         self._began_s = self._wall_s = 0.0
+
+    def track(self) -> None:
+        """Start the tracker, if there is one: after the reward zygote was forked, for it brings a thread."""
+        if isinstance(self._config.run.wandb, Wandb):
+            self._wandb = WandbWriter(project=self._config.run.wandb.project, name=self._config.run.name,
+                                      config=self._config.model_dump(mode="json"), folder=self.path)
 
     def begin(self) -> None:
         """The first step starts."""
@@ -104,6 +109,8 @@ class RunFolder:
         self._samples.close()
         if self._wandb:
             self._wandb.close()
+            if self._wandb.dropped:
+                self._echo(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}")
 
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(row)

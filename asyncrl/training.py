@@ -9,9 +9,10 @@ from typing import Any
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, Wandb
 from asyncrl.functions import load_function
 from asyncrl.loop import Run, RunOptions
+from asyncrl.observe.wandb_writer import require_wandb
 from asyncrl.rollout.config import EngineConfig, InlineEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
@@ -34,6 +35,7 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
     try:
         model = await prepare_model(config, logs=folder.path / "logs", echo=echo)
         async with build(config, model=model) as run:
+            folder.track()
             await _train_steps(run, config, folder)
             await run.finish()
             await run.trainer.export(folder.path / "model")
@@ -42,8 +44,10 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
         folder.close()
 
 
-def check_functions(config: RunConfig) -> None:
-    """Raise ConfigError for a function the recipe names and its module does not define, before anything is made or started."""
+def check_environment(config: RunConfig) -> None:
+    """Raise ConfigError for a function that its module does not define or a package that is missing, before anything is started."""
+    if isinstance(config.run.wandb, Wandb):
+        require_wandb()
     named = {"env.reward": config.env.reward}
     if isinstance(config.model, ModelFunction):
         named["model.function"] = config.model.function

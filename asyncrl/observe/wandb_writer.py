@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import queue
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,14 @@ from asyncrl.errors import ConfigError
 _END = None
 
 
+def require_wandb() -> None:
+    """Raise ConfigError when wandb is not installed."""
+    known = sys.modules["wandb"] if "wandb" in sys.modules else importlib.util.find_spec("wandb")
+    if known is None:
+        raise ConfigError("run.wandb.kind", value="wandb", allowed="none, unless wandb is installed",
+                          remedy="pip install 'asyncrl[wandb]'.")
+
+
 class WandbWriter:
     """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`.
 
@@ -22,11 +32,9 @@ class WandbWriter:
     """
 
     def __init__(self, *, project: str, name: str, config: Mapping[str, Any], folder: Path, capacity_rows: int = 1000) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("run.wandb.kind", value="wandb", allowed="none, unless wandb is installed",
-                              remedy="pip install 'asyncrl[wandb]'.") from error
+        require_wandb()
+        import wandb
+
         self.error = ""
         self._wandb = wandb
         self._handed_over = self._written = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.errors import RunAborted
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.types import Prompt, Rollout
 
@@ -25,11 +26,19 @@ class Evaluation:
     version_max: int
 
 
-async def roll_out_all(worker: RolloutWorker, prompts: SequenceOf[Prompt], *, group_id: int) -> list[Rollout]:
-    """One rollout a prompt, all at once. `group_id` is negative, so that no group of the buffer is meant."""
+async def roll_out_all(worker: RolloutWorker, prompts: SequenceOf[Prompt], *, group_id: int, timeout_s: float) -> list[Rollout]:
+    """One rollout a prompt, all at once. `group_id` is negative, so that no group of the buffer is meant.
+
+    Raises RunAborted, naming the prompts, when some have not ended after `timeout_s`.
+    """
+    started: list[asyncio.Task[Rollout]] = []
     try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(worker.run(prompt, group_id=group_id, index=index)) for index, prompt in enumerate(prompts)]
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
+            started += [tasks.create_task(worker.run(prompt, group_id=group_id, index=index)) for index, prompt in enumerate(prompts)]
+    except TimeoutError:
+        open_ids = [prompt.prompt_id for prompt, task in zip(prompts, started, strict=True) if task.cancelled()]
+        raise RunAborted(f"{len(open_ids)} of {len(prompts)} rollouts outside the buffer had not ended after {timeout_s:g} s, "
+                         f"among them {open_ids[:8]}") from None
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
     return [task.result() for task in started]

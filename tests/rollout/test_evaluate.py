@@ -11,7 +11,7 @@ from asyncrl.clock import run_virtual
 from asyncrl.errors import RunAborted
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.evaluate import first_failure, roll_out_all, summarise
-from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
+from asyncrl.rollout.fake_engine import FakeEngine, Faults, fake_manifest
 from asyncrl.types import Prompt, Rollout, Sequence, SequenceBuilder, Status
 from tests.rollout.rollout_fakes import one_turn, router_of, worker_of
 
@@ -48,7 +48,7 @@ def test_results_come_in_the_order_of_the_prompts_stamped_with_their_versions():
         router = await router_of(FakeEngine())
         worker = worker_of(router, max_new_tokens=4)
         prompts = [Prompt(tokens=(3,) * length, prompt_id=str(length)) for length in (3, 1, 2)]
-        running = asyncio.create_task(roll_out_all(worker, prompts, group_id=-1))
+        running = asyncio.create_task(roll_out_all(worker, prompts, group_id=-1, timeout_s=1e6))
         await asyncio.sleep(2.5)
         await router.update(fake_manifest(1, base=0), Interruption.KEEP)
         return await running
@@ -67,7 +67,18 @@ def test_the_cause_is_raised_itself_and_not_a_group_around_it():
     async def main():
         worker = worker_of(await router_of(FakeEngine()), second_aborts)
         with pytest.raises(RunAborted, match="no engine serves"):
-            await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=str(n)) for n in range(3)], group_id=-1)
+            await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=str(n)) for n in range(3)], group_id=-1, timeout_s=1e6)
+        assert worker.in_flight() == (0, 0)
+    run_virtual(main())
+
+
+def test_an_engine_that_hangs_ends_the_wait_and_the_prompts_are_named():
+    async def main():
+        engine = FakeEngine()
+        worker = worker_of(await router_of(engine), max_new_tokens=4)
+        engine.faults = Faults(hang_after_tokens=2)
+        with pytest.raises(RunAborted, match=r"2 of 2 rollouts .* after 60 s.*'a', 'b'"):
+            await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=name) for name in "ab"], group_id=-1, timeout_s=60)
         assert worker.in_flight() == (0, 0)
     run_virtual(main())
 
