@@ -29,10 +29,14 @@ class WeightSync:
         self._metrics = Metrics()
 
     async def publish(self) -> Manifest:
-        """Encode and store what changed, and queue it for the engines. Returns when the version is durable, not applied."""
+        """Encode and store what changed, and queue it for the engines. Returns when the version is durable, not applied.
+
+        A version that is published already is not sent again.
+        """
         manifest = await self._trainer.publish()
-        self._published = manifest.version
-        self._pending.put_nowait(manifest)
+        if manifest.version != self._published:
+            self._published = manifest.version
+            self._pending.put_nowait(manifest)
         return manifest
 
     async def start(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.channel import Reply
 from asyncrl.child import Child
-from asyncrl.errors import AbortNotHonoured, AsyncRLError, ChildDied, ConfigError, EngineError
+from asyncrl.errors import AbortNotHonoured, ChildDied, ConfigError, EngineError
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.config import TransformersEngineConfig
 from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
@@ -148,8 +148,8 @@ class TransformersEngine:
     async def _watch(self, work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except (AsyncRLError, TimeoutError) as error:
-            self._end(error if isinstance(error, ChildDied) else ChildDied(f"engine {self.name} is out of step: {error}"))
+        except Exception as error:  # whatever it was, nobody serves the open requests any more, and each must hear of it
+            self._end(error if isinstance(error, ChildDied) else ChildDied(f"engine {self.name} is out of step: {error!r}"))
 
     def _end(self, error: ChildDied) -> None:
         self._gone = self._gone or error

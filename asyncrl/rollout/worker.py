@@ -60,7 +60,9 @@ class RolloutWorker:
                 outcome = _checked(await self._env.run(prompt, session))
             except (RunAborted, ChildDied, ConfigError):
                 raise
-            except Exception as failure:
+            except (Exception, asyncio.CancelledError) as failure:
+                if _is_cancelled(failure):
+                    raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
                 error = "".join(traceback.format_exception(failure, limit=-3))
             self._count(outcome.status, error)
@@ -79,6 +81,12 @@ class RolloutWorker:
         if self._errors_in_a_row >= self._max_errors:
             raise RunAborted(f"{self._errors_in_a_row} rollouts in a row failed, the newest with {status.value}: "
                              f"{error or 'no further text'}")
+
+
+def _is_cancelled(failure: BaseException) -> bool:
+    """Whether somebody ends this rollout. A CancelledError that the environment let out of a task of its own is its failure."""
+    task = asyncio.current_task()
+    return isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _checked(outcome: object) -> Outcome:

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asyncrl.channel import Reply
+from asyncrl.child import Child
 from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.config import TransformersEngineConfig
-from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.types import Sampling, Status
 from tests.rollout import engine_contract
@@ -152,6 +154,32 @@ def test_the_context_is_the_models_the_settings_or_the_caches(tmp_path: Path) ->
         context_tokens(context_tokens=600, kv_cache_tokens=512)
     with pytest.raises(ConfigError, match="at most the model's own 1024"):
         context_tokens(context_tokens=2000)
+
+
+def test_a_child_that_says_what_nobody_understands_ends_every_open_request(model: PublishedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Confused:
+        async def stream(self, op: str):
+            yield Reply({"version": 0, "rows": "not rows"})
+
+        async def call(self, op: str, *arguments: object, **settings: object) -> Reply:
+            return Reply({})
+
+        async def close(self) -> None:
+            pass
+
+    async def start(*arguments: object, **settings: object) -> Confused:
+        return Confused()
+
+    async def main() -> None:
+        engine = TransformersEngine(model.folder)
+        await engine.start(model.paths)
+        with pytest.raises(ChildDied, match="out of step"):
+            async for _ in engine.generate(GenerationRequest("r", np.array([3, 4], np.int32), Sampling(max_new_tokens=3), seed=0)):
+                pass
+        await engine.close()
+
+    monkeypatch.setattr(Child, "start", start)
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_the_controllers_side_needs_no_torch() -> None:

@@ -223,3 +223,17 @@ def test_the_seed_of_a_rollout_depends_on_its_place_alone():
     seeds = run_virtual(main())
     assert seeds[0] == seeds[3]
     assert len(set(seeds)) == 3
+
+
+def test_a_cancellation_inside_the_environment_is_its_failure_and_no_rollout_vanishes():
+    async def run(prompt, session):
+        await session.generate(prompt.tokens)
+        tool = asyncio.create_task(asyncio.sleep(10))
+        await asyncio.sleep(0)
+        tool.cancel()
+        await tool
+    rollout, ledger = run_one(run)
+    assert rollout.status is Status.ENV_ERROR
+    assert "CancelledError" in rollout.error
+    ledger.completed(rollout)
+    assert ledger.open_rollouts == {}
