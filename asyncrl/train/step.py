@@ -61,6 +61,8 @@ class Minibatch:
     """The share of one update: what this rank computes, and the denominators of all ranks."""
 
     inputs: tuple[ForwardInputs, ...]
+    loss_mask: Tensor
+    """[T] loss tokens of the minibatch, on all ranks."""
     denominators: Denominators
 
 
@@ -82,6 +84,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     if batch.num_loss_tokens == 0:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=False, trained_tokens=0)
     tokens = _tokens(trainee, batch)
+    tokens.check()
     correction = trainee.config.build_correction()
     minibatches = minibatches_of(trainee, batch)
     corrected = None
@@ -95,7 +98,6 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
     if not nonfinite and corrected is None:
         corrected = correct(dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), correction)
-    kept = 0 if nonfinite or corrected is None else int(corrected.keep_mask.sum())
     metrics = Metrics()
     if not nonfinite:
         metrics.merge(corrected.metrics)
@@ -104,7 +106,8 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
     metrics.last("train/learning_rate/last", trainee.optimizer.learning_rate(batch.version))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
-    return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite, trained_tokens=kept if applied else 0)
+    return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
+                       trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected))
 
 
 def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...]:
@@ -119,10 +122,10 @@ def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...
         inside = np.isin(group_ids, chosen)
         plans = plan(np.where(inside, whole.costs, 0), shared=whole.shared, group_ids=group_ids, ranks=ranks.world_size,
                      microbatch_tokens=settings.microbatch_tokens)
-        mask = batch.loss_mask & np.repeat(inside, np.diff(batch.cu_seqlens))
+        mask = torch.from_numpy(batch.loss_mask & np.repeat(inside, np.diff(batch.cu_seqlens)))
         minibatches.append(Minibatch(
             inputs=tuple(ForwardInputs.of(build(whole, sequences), ranks.device) for sequences in plans[ranks.rank]),
-            denominators=count(torch.from_numpy(mask), cu_seqlens=torch.from_numpy(batch.cu_seqlens))))
+            loss_mask=mask.to(ranks.device), denominators=count(mask, cu_seqlens=torch.from_numpy(batch.cu_seqlens))))
     return tuple(minibatches)
 
 
@@ -172,8 +175,10 @@ def _backward(trainee: Trainee, inputs: ForwardInputs, *, tokens: CorrectionBatc
     settings = trainee.config.loss
     total = aggregate(loss.losses, loss_mask=torch.ones_like(loss.clipped), cu_seqlens=inputs.cu_targets, denominators=denominators,
                       mode=settings.aggregation, max_tokens=settings.max_tokens)
-    # FSDP2 averages gradients over ranks; the denominators already are those of all ranks.
-    (total * trainee.ranks.world_size).backward()
+    # FSDP2 averages gradients over ranks; the denominators already are those of all ranks. The clamp of the ratio has gradient 0
+    # at a logprob that is not finite: it must reach the guard all the same.
+    factor = torch.where(torch.isfinite(logprobs.detach()).all(), float(trainee.ranks.world_size), torch.nan)
+    (total * factor).backward()
     return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
 
 
@@ -199,6 +204,17 @@ def _policy_loss(config: TrainConfig, logprobs: Tensor, *, places: Tensor, token
             config.build_correction())
     return decoupled_ppo(logprobs, proximal_logprobs=proximal, advantages=advantages, corrected=share,
                          clip_low=settings.clip_low, clip_high=settings.clip_high)
+
+
+def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *, corrected: Corrected | None) -> int:
+    """Tokens with a weight in at least one update that was applied; updates repeat the minibatches, epoch after epoch."""
+    if corrected is None:
+        return 0
+    reached = torch.zeros_like(corrected.keep_mask)
+    for number, update in enumerate(updates):
+        if update.skipped is None:
+            reached |= minibatches[number % len(minibatches)].loss_mask
+    return int((corrected.keep_mask & reached).sum())
 
 
 def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, config: TrainConfig) -> None:

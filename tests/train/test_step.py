@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -130,10 +131,46 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tiny: Path, tmp_
     assert rank._trainee.optimizer.updates == 0
 
 
-def test_a_token_newer_than_the_batch_is_an_error(tiny: Path, tmp_path: Path) -> None:
+def test_a_token_newer_than_the_batch_is_an_error_before_anything_changes(tiny: Path, tmp_path: Path) -> None:
     newer = batch_of(*(rollout(0, n, sequence([2, 3], [4 + n, 5], version=1), reward=float(n)) for n in range(2)))
+    rank = inline_rank(tiny, tmp_path)
+    before = weights(rank)
     with pytest.raises(StalenessError, match="newer than version 0"):
-        step_on(inline_rank(tiny, tmp_path), newer)
+        step_on(rank, newer)
+    assert all(torch.equal(before[name], weight) for name, weight in weights(rank).items())
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_logit_that_is_not_finite_is_never_stepped_on(value: float, updates: int, tiny: Path, tmp_path: Path) -> None:
+    """−inf is the one that gives a finite gradient: the clamp of the ratio holds it back."""
+    rank = inline_rank(tiny, tmp_path, epochs=updates)
+    before = weights(rank)
+    rank._lm.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), value))
+    outcome = step_on(rank, batch_of(*(rollout(0, n, sequence([2, 3], [4 + n, 6]), reward=float(n)) for n in range(3))))
+    assert outcome.skipped
+    assert outcome.nonfinite
+    assert outcome.trained_tokens == 0
+    assert all(torch.equal(before[name], weight) for name, weight in weights(rank).items())
+
+
+def test_tokens_count_as_trained_where_their_update_was_applied(tiny: Path, tmp_path: Path) -> None:
+    signal = [rollout(0, n, sequence([2, 3], [4 + n, 5]), reward=float(n)) for n in range(2)]
+    equal = [rollout(1, n, sequence([2, 3], [4 + n, 5, 6]), reward=1.0) for n in range(2)]
+    outcome = step_on(inline_rank(tiny, tmp_path, minibatches_per_step=2), batch_of(*signal, *equal))
+    assert not outcome.skipped
+    assert outcome.trained_tokens == 4
+
+    broken = inline_rank(tiny, tmp_path, minibatches_per_step=2)
+    calls = itertools.count()
+    # two proximal forwards, the first update, then the second
+    broken._lm.get_output_embeddings().register_forward_hook(
+        lambda _module, _inputs, logits: logits * (float("nan") if next(calls) == 3 else 1.0))
+    differing = [rollout(1, n, sequence([2, 3], [4 + n, 5, 6]), reward=float(n)) for n in range(2)]
+    outcome = step_on(broken, batch_of(*signal, *differing))
+    assert outcome.nonfinite
+    assert not outcome.skipped
+    assert outcome.trained_tokens == 4
 
 
 def test_the_ratio_is_taken_at_the_temperature_of_the_sample(tiny: Path, tmp_path: Path) -> None:
