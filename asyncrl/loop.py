@@ -16,7 +16,7 @@ A failure in any of them reaches whoever waits: nothing waits in silence.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import difflib
 import functools
 import itertools
 import shutil
@@ -31,7 +31,7 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.config import check_pairs
-from asyncrl.errors import RunAborted
+from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.meter import Meter
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.engine import Engine, Interruption, require
@@ -79,6 +79,10 @@ class StepReport:
     batch: Batch = field(repr=False)
 
     def __getitem__(self, name: str) -> float:
+        """Raises KeyError for a metric that was not measured in this step: a mean over nothing is absent."""
+        if name not in self.metrics:
+            near = difflib.get_close_matches(name, self.metrics)
+            raise KeyError(f"{name!r} was not measured in step {self.index}; nearest of the {len(self.metrics)} that were: {near}")
         return self.metrics[name]
 
 
@@ -90,12 +94,16 @@ class Run:
 
     def __init__(self, *, prompts: PromptSource, engine: Engine | Sequence[Engine], env: Env, sampling: Sampling,
                  buffer: ReplayBuffer, trainer: Trainer, options: RunOptions | None = None) -> None:
+        if not isinstance(prompts, PromptSource):
+            raise ConfigError("prompts", value=type(prompts).__name__, allowed="a PromptSource",
+                              remedy="Wrap what yields the prompts: PromptSource(...).")
         self.options = options or RunOptions()
         self.prompts, self.env, self.sampling, self.buffer, self.trainer = prompts, env, sampling, buffer, trainer
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
         check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights)
         sampling.check(for_training=True)
-        self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=Path())
+        for part in self.engines:
+            require(part.capabilities, sampling, Interruption(self.options.weights.interruption), engine=part.name)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=self.recorder)
@@ -106,32 +114,43 @@ class Run:
         self._probe_at = 0
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self._failure: asyncio.Future[None]
+        self._entered = self._open = False
+        self._unreported: BaseException | None = None
+        self.paths: RunPaths
+        self._failure: asyncio.Future[BaseException]
         self._stream: Iterator[Prompt]
         self._probe_prompts: tuple[Prompt, ...]
 
     async def __aenter__(self) -> Run:
+        if self._entered:
+            raise RuntimeError("a Run is entered once; make another one")
+        self._entered = True
         self._failure = asyncio.get_running_loop().create_future()
-        self.paths = dataclasses.replace(self.paths, shared=make_shared_folder())
-        self.paths.make()
+        self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=make_shared_folder())
         try:
+            self.paths.make()
             await self._start()
-        except BaseException:
-            await self._stop()
+        except BaseException as error:
+            _note(error, await self._stop())
             raise
+        self._open = True
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stop()
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Ends every process. A failure that no call has raised yet is raised here, or noted on the error under way."""
+        failures = await self._stop()
+        if self._unreported is not None:
+            failures.insert(0, self._unreported)
+        if error is not None:
+            _note(error, failures)
+        elif failures:
+            raise failures[0]
 
     async def steps(self, count: int) -> AsyncIterator[StepReport]:
         """Train `count` steps, one report each. Rollouts go on while the caller works on a report.
 
         Ends early, without error, when the prompts end. Raises the first failure of any coroutine.
         """
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._supervised(part), name=name)
-                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.weights.run()))]
         for _ in range(count):
             report = await self.step()
             if report is None:
@@ -161,7 +180,11 @@ class Run:
                     tasks.create_task(self._roll_out_one(slot, index))
 
     async def step(self) -> StepReport | None:
-        """Train on the next batch and publish. Waits for whole groups; unblocked by roll_out. None when the data has ended."""
+        """Train on the next batch and publish. Waits for whole groups; unblocked by roll_out. None when the data has ended.
+
+        The first call starts the other three coroutines. Raises the first failure of any of them.
+        """
+        self._produce()
         began_s = now_s()
         await self._probe_when_due()
         batch = await self._or_failure(self.buffer.take())
@@ -180,7 +203,13 @@ class Run:
         return StepReport(index=self.index, version=result.version, metrics=self._measure(result, waited_s=waited_s), batch=batch)
 
     async def evaluate(self) -> Evaluation:
-        """Mean reward over `options.eval_prompts`, by engines that hold the newest version."""
+        """Mean reward over `options.eval_prompts`. Waits until the engines hold the newest version; unblocked by sync.
+
+        Raises ConfigError without prompts: a mean over nothing is no reward.
+        """
+        self._require_open()
+        if not self.options.eval_prompts:
+            raise ConfigError("eval_prompts", value=(), allowed="at least one prompt to evaluate", remedy="Set RunOptions.eval_prompts.")
         await self._or_failure(self.weights.applied())
         prompts = [complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                    for number, prompt in enumerate(self.options.eval_prompts)]
@@ -188,7 +217,8 @@ class Run:
                                                              timeout_s=self.buffer.config.stall_timeout_s)))
 
     async def finish(self) -> None:
-        """Stop producing. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
+        """Stop producing for good. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
+        self._open = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -213,17 +243,35 @@ class Run:
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         for engine in self.engines:
-            require(engine.capabilities, self.sampling, Interruption(self.options.weights.interruption), engine=engine.name)
             self.buffer.add_engine(engine.name, 0)
         self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed)
         self.observer = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=Ledger(), seed=self.options.seed)
         await self.weights.start()
         self._meter = Meter(self.router)
 
-    async def _stop(self) -> None:
-        await self.finish()
-        await asyncio.gather(self.trainer.close(), self.env.close(), *(engine.close() for engine in self.engines), return_exceptions=True)
-        shutil.rmtree(self.paths.shared, ignore_errors=True)
+    async def _stop(self) -> list[BaseException]:
+        """Close every part, also when cancelled on the way; gives what closing failed with."""
+        closed: list[BaseException | None] = []
+        try:
+            await self.finish()
+        finally:
+            try:
+                parts = (self.trainer, self.env, *self.engines)
+                closed = await asyncio.gather(*(part.close() for part in parts), return_exceptions=True)
+            finally:
+                shutil.rmtree(self.paths.shared, ignore_errors=True)
+        return [failure for failure in closed if failure is not None]
+
+    def _produce(self) -> None:
+        """Start feed, roll_out and sync, unless they run."""
+        self._require_open()
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._supervised(part), name=name)
+                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.weights.run()))]
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("the run is not open: use it inside `async with run:`, and before finish()")
 
     async def _roll_out_one(self, slot: Slot, index: int) -> None:
         rollout = await self.worker.run(slot.prompt, group_id=slot.group_id, index=index)
@@ -257,14 +305,28 @@ class Run:
             cause = first_failure(error)
             self.buffer.fail(cause)
             if not self._failure.done():
-                self._failure.set_exception(cause)
+                self._failure.set_result(cause)
+                self._unreported = cause
 
     async def _or_failure(self, work: Awaitable[T]) -> T:
-        """The result of `work`, or the first failure of any coroutine, whichever comes first."""
+        """The result of `work`, or the first failure of any coroutine, whichever comes first. Cancelled, it leaves nothing running."""
         task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._failure.result()
+            return task.result()
+        except Exception as error:
+            if error is self._unreported:
+                self._unreported = None
+            raise
+        finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            self._failure.result()
-        return task.result()
+
+
+def _note(error: BaseException, failures: Sequence[BaseException]) -> None:
+    """Keep what else went wrong with the error that is raised."""
+    for failure in failures:
+        if failure is not error:
+            error.add_note(f"the run also failed with {type(failure).__name__}: {failure}")
