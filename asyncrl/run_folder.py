@@ -60,7 +60,7 @@ class RunFolder:
         self._rows.append(row)
         self._write({"trainer_step": report.index, **row})
         self._echo(step_line(report.index, report.metrics, max_staleness=self._config.buffer.max_staleness))
-        if report.index % self._config.run.sample_every_steps == 1 or self._config.run.sample_every_steps == 1:
+        if (report.index - 1) % self._config.run.sample_every_steps == 0:
             for sample in sample_rows(report.batch.groups[0], step=report.index, decode=decode):
                 self._samples.write(sample)
 

@@ -10,15 +10,16 @@ from typing import Any
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig, Wandb
+from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
 from asyncrl.loop import Run, RunOptions
 from asyncrl.observe.wandb_writer import require_wandb
-from asyncrl.rollout.config import EngineConfig, InlineEngineConfig
+from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource, read_jsonl
-from asyncrl.rollout.task_config import FunctionPrompts, JsonlPrompts, PromptsConfig, PromptsEval
+from asyncrl.rollout.task_config import FunctionData, JsonlData, JsonlPrompts, PromptsConfig, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.run_folder import Echo, RunFolder
 from asyncrl.train.prepare import cache_key
@@ -54,7 +55,7 @@ def check_environment(config: RunConfig) -> None:
     if isinstance(config.warm_up, CrossEntropyWarmUp):
         named |= {"warm_up.examples": config.warm_up.examples, "warm_up.held_out": config.warm_up.held_out}
     for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
-        if isinstance(prompts, FunctionPrompts):
+        if isinstance(prompts, FunctionData):
             named[f"{field}.function"] = prompts.function
     for field, reference in named.items():
         load_function(reference, field=field)
@@ -67,8 +68,10 @@ async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
     folder.begin()
     async for report in run.steps(config.run.steps):
         folder.stepped(report, decode=run.tokenizer.decode)
-        if every and (report.index % every == 0 or report.index == config.run.steps):
+        if every and report.index % every == 0:
             folder.evaluated(report.index, await run.evaluate())
+    if every and run.index % every:
+        folder.evaluated(run.index, await run.evaluate())
     folder.end()
 
 
@@ -101,7 +104,7 @@ def build(config: RunConfig, *, model: Path) -> Run:
                          probe=config.run.probe, eval_prompts=_eval_prompts(config))
     env = SingleTurn(load_function(config.env.reward, field="env.reward"), workers=config.env.workers,
                      timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
-    return Run(prompts=_prompts(config.prompts), engine=_engine(config.engine, model), env=env, sampling=config.sampling.build(),
+    return Run(prompts=_prompts(config.prompts), engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
 
 
@@ -118,10 +121,13 @@ def processes_of(config: RunConfig) -> list[str]:
     return rows
 
 
-def _engine(config: EngineConfig, model: Path) -> Engine:
-    if isinstance(config, InlineEngineConfig):
-        return InlineEngine(model, config=config)
-    return TransformersEngine(model, config=config)
+def build_engine(config: RunConfig, *, model: Path) -> Engine:
+    """The engine a configuration describes; its random stream follows the run's seed unless it has one of its own."""
+    engine = config.engine
+    if isinstance(engine, InlineEngineConfig):
+        return InlineEngine(model, config=engine)
+    seed = config.run.seed if engine.seed is None else engine.seed
+    return TransformersEngine(model, config=engine.model_copy(update={"seed": seed}))
 
 
 def _prompts(config: PromptsConfig) -> PromptSource:
@@ -134,6 +140,10 @@ def _eval_prompts(config: RunConfig) -> tuple[Prompt, ...]:
     if not isinstance(config.eval, PromptsEval):
         return ()
     source = config.eval.prompts
-    found = read_jsonl(Path(source.path), source="eval") if isinstance(source, JsonlPrompts) else \
+    found = read_jsonl(Path(source.path), source="eval") if isinstance(source, JsonlData) else \
         load_function(source.function, field="eval.prompts.function")(**source.arguments)
-    return tuple(itertools.islice(found, config.eval.limit))
+    prompts = tuple(itertools.islice(found, config.eval.limit))
+    if not prompts:
+        raise ConfigError("eval.prompts", value="no prompt", allowed="at least one prompt to evaluate",
+                          remedy="Check the data set, or choose eval: {kind: none}.")
+    return prompts

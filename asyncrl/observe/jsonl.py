@@ -35,9 +35,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def sample_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """Rows that show each rollout of a group token by token: text, tokens, logprobs, versions, mask, reward, status."""
+    """Rows that show each rollout of a group token by token: text, tokens, logprobs, versions, mask, reward, status, error."""
     return [{"step": step, "prompt_id": group.prompt.prompt_id, "group_id": group.group_id, "index": rollout.index,
-             "status": rollout.status.value, "rewards": dict(rollout.rewards), "text": decode(sequence.tokens),
+             "status": rollout.status.value, "error": rollout.error, "rewards": dict(rollout.rewards), "text": decode(sequence.tokens),
              "tokens": sequence.tokens.tolist(), "loss_mask": sequence.loss_mask.astype(int).tolist(),
              "rollout_logprobs": [round(float(value), 6) for value in sequence.rollout_logprobs],
              "policy_versions": sequence.policy_versions.tolist()}

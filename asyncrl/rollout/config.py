@@ -62,8 +62,8 @@ class TransformersEngineConfig(_Frozen):
     """Tokens the key-value cache holds. When it is full, some requests give theirs up and are computed again later."""
     context_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus completion; the model's own limit, or `kv_cache_tokens` if less, when left out."""
-    seed: int = 0
-    """Of the engine's one random stream; which request draws what from it depends on timing."""
+    seed: int | None = None
+    """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
 
 
 EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig, Field(discriminator="kind")]

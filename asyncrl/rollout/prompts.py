@@ -51,21 +51,26 @@ class PromptSource:
             epoch += 1
 
     def _complete(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        if not isinstance(prompt, Prompt):
-            raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
-                              remedy="Make each one: Prompt(text=..., columns={...}).")
+        _require_prompt(prompt)
         ordinal, self._cursor = self._cursor, self._cursor + 1
         return complete_prompt(prompt, prompt_id=f"{prompt.source}/{ordinal}", tokenizer=tokenizer)
 
 
 def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with id and tokens filled in where they were empty. Raises ConfigError when it holds nothing."""
+    """The prompt with id and tokens filled in where they were empty. Raises ConfigError when it is none, or holds nothing."""
+    _require_prompt(prompt)
     tokens = prompt.tokens or tokenizer.encode(prompt.text)
     if not tokens:
         raise ConfigError("prompts", value=prompt.text, allowed="prompts of at least one token",
                           remedy="Remove empty prompts from the data.")
     text = prompt.text or tokenizer.decode(tokens)
     return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tuple(tokens), text=text)
+
+
+def _require_prompt(prompt: object) -> None:
+    if not isinstance(prompt, Prompt):
+        raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
+                          remedy="Make each one: Prompt(text=..., columns={...}).")
 
 
 def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:

@@ -11,22 +11,35 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FunctionPrompts(_Section):
+class FunctionData(_Section):
     """Prompts that a function yields: `function(**arguments) -> Iterable[Prompt]`."""
 
     kind: Literal["function"] = "function"
     function: str
     """`file.py:name` beside the recipe, or `module:name`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    epochs: int | None = Field(default=None, ge=1)
-    """How often to go through the data; None as long as the run asks."""
 
 
-class JsonlPrompts(_Section):
+class JsonlData(_Section):
     """Prompts of a JSONL file: text under `prompt`, other keys are columns for the reward."""
 
     kind: Literal["jsonl"]
     path: str
+
+
+DataConfig = Annotated[FunctionData | JsonlData, Field(discriminator="kind")]
+
+
+class FunctionPrompts(FunctionData):
+    """Training prompts that a function yields."""
+
+    epochs: int | None = Field(default=None, ge=1)
+    """How often to go through the data; None as long as the run asks."""
+
+
+class JsonlPrompts(JsonlData):
+    """Training prompts of a JSONL file."""
+
     epochs: int | None = Field(default=None, ge=1)
 
 
@@ -58,7 +71,7 @@ class PromptsEval(_Section):
     """A fixed set of prompts, sampled on the run's engines at start, every N steps and at the end, outside the buffer."""
 
     kind: Literal["prompts"]
-    prompts: PromptsConfig
+    prompts: DataConfig
     every_steps: int = Field(default=25, ge=1)
     limit: int = Field(default=256, ge=1)
     """At most this many prompts of the set."""

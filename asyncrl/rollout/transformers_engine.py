@@ -57,7 +57,7 @@ class TransformersEngine:
         """Start the child and load the model. Paused, without a version, until an anchor is applied. Raises ChildDied, TimeoutError."""
         config = self._config
         spec = {"folder": str(self._facts.folder.absolute()), "weights": str(paths.weights.absolute()), "dtype": config.dtype,
-                "threads": config.threads, "seed": config.seed, "eos_tokens": sorted(self._facts.eos_tokens),
+                "threads": config.threads, "seed": config.seed or 0, "eos_tokens": sorted(self._facts.eos_tokens),
                 "limits": {"max_batch_tokens": config.max_batch_tokens, "max_running_requests": config.max_running_requests,
                            "kv_cache_tokens": config.kv_cache_tokens}}
         self._child = await Child.start(_MODULE, name=self.name, spec=spec, logs=paths.logs, start_timeout_s=_START_TIMEOUT_S,

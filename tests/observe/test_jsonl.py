@@ -51,7 +51,8 @@ def test_a_sampled_rollout_loads_again_token_by_token(tmp_path):
     writer.write(rows[0])
     writer.close()
     assert read_jsonl(tmp_path / "samples.jsonl") == [{
-        "step": 40, "prompt_id": "sums/7", "group_id": 12, "index": 3, "status": "stop", "rewards": {"exact": 1.0}, "text": "567891",
+        "step": 40, "prompt_id": "sums/7", "group_id": 12, "index": 3, "status": "stop", "error": "",
+        "rewards": {"exact": 1.0}, "text": "567891",
         "tokens": [5, 6, 7, 8, 9, 1], "loss_mask": [0, 0, 1, 1, 0, 1], "rollout_logprobs": [0, 0, -0.25, -1.5, 0, -0.5],
         "policy_versions": [-1, -1, 3, 3, -1, 4]}]
 

@@ -1,0 +1,34 @@
+"""Functions that the configurations of `test_config_effects.py` name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from asyncrl.types import Prompt
+
+
+def questions(count: int = 4) -> list[Prompt]:
+    """Prompts 0+1=, 1+1=, …"""
+    return [Prompt(text=f"{number}+1=") for number in range(count)]
+
+
+def other_questions(count: int = 4) -> list[Prompt]:
+    """The same with a minus."""
+    return [Prompt(text=f"{number}-1=") for number in range(count)]
+
+
+def always_one(prompt: Prompt, completion: str) -> float:
+    """1."""
+    return 1.0
+
+
+def always_two(prompt: Prompt, completion: str) -> float:
+    """2."""
+    return 2.0
+
+
+def seeded_copies(seed: int = 0, noise: float = 0.0) -> Iterator[tuple[str, str]]:
+    """`4=` is answered by `4`; the seed says with which digit to begin. Endless."""
+    digits = [(seed + number) % 10 for number in range(10)]
+    return itertools.cycle([(f"{digit}=", str(digit)) for digit in digits])

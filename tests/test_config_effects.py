@@ -1,0 +1,226 @@
+"""No option is accepted without effect: each field of each section is changed alone, and something observable must differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RunConfig, _kinds, _members, parse_config
+from asyncrl.errors import ConfigError
+from tests import config_observers as see
+from tests.config_observers import Observer, Scene
+from tests.rollout.model_rig import PublishedModel, publish_model
+
+HERE = Path(__file__).parent
+TASK, WARM_TASK = HERE / "effects_task.py", HERE / "train" / "prepare_task.py"
+FUNCTION_DATA = {"kind": "function", "function": f"{TASK}:questions"}
+WARM_UP = {"kind": "cross_entropy", "examples": f"{TASK}:seeded_copies", "held_out": f"{WARM_TASK}:held_out_copies", "until_accuracy": 0.14,
+           "batch_size": 16, "learning_rate": 3e-2, "ramp_steps": 3, "check_every_steps": 1, "max_steps": 40, "threads": 1}
+MADE_MODEL = {"kind": "function", "function": f"{WARM_TASK}:tiny_model", "arguments": {"hidden": 16}}
+TREE: dict[str, Any] = {
+    "model": {"kind": "folder", "path": "model"},
+    "prompts": FUNCTION_DATA,
+    "engine": {"kind": "transformers"},
+    "sampling": {"max_new_tokens": 4},
+    "env": {"kind": "single_turn", "reward": f"{TASK}:always_one"},
+    "buffer": {"groups_per_step": 2, "group_size": 3, "max_staleness": 1, "stall_timeout_s": 60.0, "max_empty_fills": 3},
+    "advantages": "grpo",
+    "correction": "token_tis",
+    "loss": "decoupled_ppo",
+    "trainer": {"learning_rate": 3e-2, "epochs": 2},
+    "run": {"name": "effects", "steps": 5},
+}
+SECTIONS: dict[str, Any] = {
+    "model.folder": TREE["model"], "model.function": MADE_MODEL, "warm_up.cross_entropy": WARM_UP, "warm_up.none": {"kind": "none"},
+    "prompts.function": FUNCTION_DATA, "prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"],
+    "buffer.policy.lease": {"kind": "lease"}, "buffer.policy.fixed_lag": {"kind": "fixed_lag", "lag_steps": 0},
+    "correction.token_tis": {"kind": "token_tis"}, "correction.icepop": {"kind": "icepop"},
+    "loss.decoupled_ppo": {"kind": "decoupled_ppo"}, "loss.ppo": {"kind": "ppo"},
+    "trainer.schedule.constant": {"kind": "constant"},
+    "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
+    "eval.prompts": {"kind": "prompts", "prompts": FUNCTION_DATA, "every_steps": 2},
+    "eval.prompts.prompts.function": FUNCTION_DATA, "eval.prompts.prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "run.wandb.wandb": {"kind": "wandb"}}
+"""The section each kind is tried in."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Another value of one field, where to look for the difference, and what else must be set, before and after."""
+
+    value: Any
+    observe: Observer
+    around: tuple[tuple[str, Any], ...] = ()
+
+
+def flip(value: Any, observe: Observer, **around: Any) -> Flip:
+    return Flip(value, observe, tuple((path.replace("__", "."), other) for path, other in around.items()))
+
+
+NO_CORRECTION = {"correction": "none"}
+WARM = {"model": MADE_MODEL}
+DRAIN = {"weights__interruption": "drain"}
+FLIPS: dict[str, Flip] = {
+    "model.kind": flip(MADE_MODEL, see.processes), "model.folder.path": flip("another", see.prepared),
+    "model.function.function": flip(f"{WARM_TASK}:half_a_model", see.prepared),
+    "model.function.arguments": flip({"hidden": 8}, see.prepared),
+    "warm_up.kind": flip(WARM_UP, see.processes),
+    "warm_up.cross_entropy.examples": flip(f"{WARM_TASK}:ten_copies", see.prepared, **WARM),
+    "warm_up.cross_entropy.held_out": flip(f"{WARM_TASK}:no_copies", see.prepared, **WARM),
+    "warm_up.cross_entropy.arguments": flip({"unheard_of": 1}, see.prepared, **WARM),
+    "warm_up.cross_entropy.until_accuracy": flip(0.3, see.prepared, **WARM),
+    "warm_up.cross_entropy.batch_size": flip(7, see.prepared, **WARM),
+    "warm_up.cross_entropy.learning_rate": flip(1e-2, see.prepared, **WARM),
+    "warm_up.cross_entropy.betas": flip([0.5, 0.6], see.prepared, **WARM),
+    "warm_up.cross_entropy.ramp_steps": flip(9, see.prepared, **WARM),
+    "warm_up.cross_entropy.check_every_steps": flip(40, see.prepared, **WARM),
+    "warm_up.cross_entropy.max_steps": flip(1, see.prepared, **WARM),
+    "warm_up.cross_entropy.threads": flip(2, see.prepared, **WARM),
+    "warm_up.cross_entropy.seed": flip(1, see.prepared, **WARM),
+    "prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),
+    "prompts.function.function": flip(f"{TASK}:other_questions", see.parts), "prompts.function.arguments": flip({"count": 2}, see.parts),
+    "prompts.function.epochs": flip(1, see.parts),
+    "prompts.jsonl.path": flip("other.jsonl", see.parts), "prompts.jsonl.epochs": flip(1, see.parts),
+    "engine.kind": flip({"kind": "inline"}, see.processes), "engine.inline.dtype": flip("bfloat16", see.inline_engine),
+    "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
+    **{f"engine.transformers.{name}": flip(value, see.engine_spec) for name, value in {
+        "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_tokens": 4096,
+        "context_tokens": 32, "seed": 5}.items()},
+    "sampling.temperature": flip(0.7, see.parts), "sampling.max_new_tokens": flip(5, see.parts),
+    **{f"sampling.{name}": flip(value, see.parts) for name, value in {
+        "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_new_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1,
+        "frequency_penalty": 0.1, "stop": ["="]}.items()},
+    "env.reward": flip(f"{TASK}:always_two", see.parts), "env.workers": flip(2, see.parts), "env.timeout_s": flip(3.0, see.parts),
+    "env.memory_bytes": flip(10**8, see.parts),
+    "buffer.groups_per_step": flip(3, see.buffer_story), "buffer.group_size": flip(4, see.buffer_story),
+    "buffer.max_staleness": flip(2, see.buffer_story), "buffer.policy.kind": flip({"kind": "soft"}, see.buffer_story),
+    "buffer.policy.fixed_lag.lag_steps": flip(1, see.buffer_story, **DRAIN), "buffer.window": flip(2, see.buffer_story),
+    "buffer.depth_groups": flip(2, see.buffer_story), "buffer.zero_variance": flip("keep", see.buffer_story),
+    "buffer.zero_variance_tolerance": flip(1e-2, see.buffer_story), "buffer.min_valid_rollouts": flip(3, see.buffer_story),
+    "buffer.max_bytes": flip(1, see.buffer_story), "buffer.stall_timeout_s": flip(30.0, see.buffer_story, buffer__groups_per_step=3),
+    "buffer.max_empty_fills": flip(1, see.buffer_story),
+    "advantages.kind": flip("rloo", see.trained), "correction.kind": flip("icepop", see.trained),
+    "correction.token_tis.truncate_high": flip(1.05, see.trained),
+    "correction.icepop.mask_low": flip(0.95, see.trained), "correction.icepop.mask_high": flip(1.05, see.trained),
+    "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),
+    **{f"loss.{kind}.{name}": flip(value, see.trained, **NO_CORRECTION) for kind in ("decoupled_ppo", "ppo")
+       for name, value in {"clip_low": 0.01, "clip_high": 0.01, "aggregation": "token_sum"}.items()},
+    **{f"loss.{kind}.max_tokens": flip(16, see.trained, **NO_CORRECTION, loss={"kind": kind, "aggregation": "dr_grpo", "max_tokens": 8})
+       for kind in ("decoupled_ppo", "ppo")},
+    "trainer.processes": flip(2, see.supervised_ranks), "trainer.threads": flip(2, see.trained),
+    "trainer.learning_rate": flip(1e-3, see.trained), "trainer.schedule.kind": flip({"kind": "cosine", "total_steps": 3}, see.trained),
+    "trainer.schedule.constant.warm_up_steps": flip(2, see.trained),
+    **{f"trainer.schedule.{kind}.{name}": flip(value, see.trained) for kind in ("linear", "cosine")
+       for name, value in {"warm_up_steps": 2, "total_steps": 5, "final_frac": 0.5}.items()},
+    **{f"trainer.{name}": flip(value, see.trained) for name, value in {
+        "betas": [0.5, 0.6], "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e-3, "microbatch_tokens": 16, "minibatches_per_step": 2,
+        "epochs": 3, "dtype": "bfloat16"}.items()},
+    **{f"trainer.{name}": flip(value, see.supervised_ranks) for name, value in {
+        "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
+    "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
+    "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
+    "eval.kind": flip({"kind": "prompts", "prompts": FUNCTION_DATA}, see.course),
+    "eval.prompts.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),
+    "eval.prompts.prompts.function.function": flip(f"{TASK}:other_questions", see.parts),
+    "eval.prompts.prompts.function.arguments": flip({"count": 2}, see.parts),
+    "eval.prompts.prompts.jsonl.path": flip("other.jsonl", see.parts),
+    "eval.prompts.every_steps": flip(3, see.course), "eval.prompts.limit": flip(3, see.parts),
+    "run.name": flip("other", see.folder), "run.folder": flip("elsewhere", see.folder), "run.steps": flip(6, see.course),
+    "run.seed": flip(3, see.engine_spec), "run.sample_every_steps": flip(2, see.folder),
+    "run.probe.every_steps": flip(2, see.parts), "run.probe.prompts": flip(2, see.parts), "run.probe.max_mean_gap": flip(0.5, see.parts),
+    "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}
+
+
+Kinds = tuple[tuple[str, str], ...]
+"""Kinds a field lies under, and where a user writes the section of each."""
+
+
+def fields_of(model: Any, *, path: str = "", place: str = "", kinds: Kinds = ()) -> Iterator[tuple[str, str, Kinds]]:
+    """Each field: its name with the kinds it lies under, the place where a user writes it, and those kinds."""
+    for name, info in model.model_fields.items():
+        members = _members(info.annotation)
+        if name == "kind":
+            continue
+        if not members:
+            yield f"{path}{name}", f"{place}{name}", kinds
+        if len(members) > 1:
+            yield f"{path}{name}.kind", f"{place}{name}", kinds
+        for member in members:
+            kind = f"{path}{name}.{_kinds(member)[0]}" if len(members) > 1 else f"{path}{name}"
+            under = (*kinds, (kind, f"{place}{name}")) if len(members) > 1 else kinds
+            yield from fields_of(member, path=f"{kind}.", place=f"{place}{name}.", kinds=under)
+
+
+FIELDS = {name: (place, kinds) for name, place, kinds in fields_of(RunConfig)}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
+    for name, text in (("none", "1+1="), ("other", "1-1=")):
+        path = tmp_path_factory.getbasetemp() / f"{name}.jsonl"
+        path.write_text(f'{{"prompt": "{text}"}}\n', encoding="utf-8")
+    return publish_model(tmp_path_factory.mktemp("published"))
+
+
+def put(tree: dict[str, Any], place: str, value: Any) -> None:
+    *parents, leaf = place.split(".")
+    for name in parents:
+        if isinstance(tree.get(name), str):
+            tree[name] = {"kind": tree[name]}
+        tree = tree.setdefault(name, {})
+    tree[leaf] = copy.deepcopy(value)
+
+
+def seen(observe: Observer, tree: dict[str, Any], scene: Scene) -> object:
+    """What is observed; a refusal, or what the user's own function raises, is something to see too."""
+    try:
+        return observe(parse_config(tree, base=HERE), scene)
+    except (ConfigError, OSError, TypeError) as error:
+        return repr(error)
+
+
+def test_every_field_is_tried() -> None:
+    assert set(FLIPS) == set(FIELDS)
+
+
+@pytest.mark.parametrize(("steps", "last"), [(4, 4), (3, 3), (1, 1), (0, 0)])
+def test_the_last_evaluation_is_at_the_end_though_the_data_end_early(steps: int, last: int, published: PublishedModel, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config(TREE | {"eval": SECTIONS["eval.prompts"]}, base=HERE)
+    happened = see.course(config, Scene(published, tmp_path, monkeypatch), most_steps=steps)
+    evaluated = [event[1] for event in happened if event[0] == "eval"]
+    assert evaluated[-1] == last
+    assert len(evaluated) == len(set(evaluated))
+
+
+def test_an_evaluation_without_prompts_is_refused(published: PublishedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = SECTIONS["eval.prompts"] | {"prompts": FUNCTION_DATA | {"arguments": {"count": 0}}}
+    with pytest.raises(ConfigError, match=r"eval\.prompts"):
+        see.parts(parse_config(TREE | {"eval": none}, base=HERE), Scene(published, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("field", sorted(FLIPS))
+def test_a_changed_field_changes_something(field: str, published: PublishedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    place, kinds = FIELDS[field]
+    before = copy.deepcopy(TREE)
+    for other, value in FLIPS[field].around:
+        put(before, other, value)
+    for kind, section in kinds:
+        if section not in dict(FLIPS[field].around):
+            put(before, section, SECTIONS[kind])
+    after = copy.deepcopy(before)
+    put(after, place, FLIPS[field].value)
+    results = []
+    for name, tree in (("before", before), ("after", after)):
+        with monkeypatch.context() as patch:
+            results.append(seen(FLIPS[field].observe, tree, Scene(published, tmp_path / name, patch)))
+    assert not isinstance(results[0], str), f"the configuration this starts from does not work: {results[0]}"
+    assert results[0] != results[1]
