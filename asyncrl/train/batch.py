@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from asyncrl.errors import NonFiniteError, ShapeError
+from asyncrl.errors import NonFiniteError, ShapeError, StalenessError
 from asyncrl.types import NOT_SAMPLED, Batch, Rollout, Sequence
 
 
@@ -60,11 +60,14 @@ class PackedBatch:
         return np.repeat(np.arange(len(self.temperatures)), np.diff(self.cu_seqlens))
 
     def check(self) -> None:
-        """Raise ShapeError or NonFiniteError when the arrays contradict one another."""
+        """Raise ShapeError or NonFiniteError when the arrays contradict one another, StalenessError for a token newer than the version."""
         starts = self.cu_seqlens[:-1][np.diff(self.cu_seqlens) > 0]
         if bool(self.loss_mask[starts].any()):
             sequence = int(np.flatnonzero(self.loss_mask[self.cu_seqlens[:-1]])[0])
             raise ShapeError(f"sequence {sequence} has a trainable first token: nothing comes before it that could predict it")
+        newest = int(self.policy_versions.max(initial=NOT_SAMPLED, where=self.loss_mask))
+        if newest > self.version:
+            raise StalenessError(f"a token was sampled by version {newest}, newer than version {self.version} the step trains from")
         for name, mask in (("rollout_logprobs", self.loss_mask), ("rewards", self.valid)):
             bad = np.flatnonzero(~np.isfinite(getattr(self, name)) & mask)
             if len(bad):
@@ -83,7 +86,7 @@ class PackedBatch:
 
 
 def pack(batch: Batch) -> PackedBatch:
-    """The arrays of a batch, rollouts in its order. Raises ShapeError, NonFiniteError."""
+    """The arrays of a batch, rollouts in its order. Raises ShapeError, NonFiniteError, StalenessError."""
     rollouts = batch.rollouts
     rows = [(index, sequence if not rollout.status.is_error else sequence.masked())
             for index, rollout in enumerate(rollouts) for sequence in rollout.sequences]

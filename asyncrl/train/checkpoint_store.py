@@ -1,7 +1,8 @@
-"""Which checkpoints are whole: written under a name that says so only at the end, verified before use. Needs no torch.
+"""Which checkpoints are whole: they get their name when they are, and are verified before use. Needs no torch.
 
     ROOT/step-00000020/rank-00000.safetensors …      what each rank holds
-    ROOT/step-00000020/manifest.json                 written last: sizes, checksums, counters
+    ROOT/step-00000020/manifest.json                 sizes, checksums, counters
+    ROOT/.step-00000040.unfinished/…                 being written
 
 A step draws no random numbers and its learning rate follows from the version, so neither has a state of its own to keep.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ import xxhash
 from asyncrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+_RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +61,41 @@ def checkpoint_folder(root: Path, version: int) -> Path:
     return root / f"step-{version:08d}"
 
 
-def begin(folder: Path) -> str:
-    """Make room for a checkpoint, removing what lies there; the folder's absolute path."""
-    remove(folder)
-    folder.mkdir(parents=True)
-    return str(folder.resolve())
+def begin(folder: Path) -> Path:
+    """An empty place, beside `folder`, to write a checkpoint's files into; what lies at `folder` stays until `commit`.
+
+    Raises CheckpointError when that is something other than a checkpoint: it would be deleted.
+    """
+    if folder.exists():
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else [folder.name]
+        foreign = [name for name in names if name != MANIFEST and not _RANK_FILE.fullmatch(name)]
+        if foreign:
+            raise CheckpointError(f"{folder} is not a checkpoint, it has {foreign[0]}: one does not replace it")
+    place = _beside(folder, "unfinished")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    return place
 
 
-def commit(folder: Path, manifest: CheckpointManifest) -> None:
-    """Make a checkpoint whole: its files are written and synced; the manifest follows."""
-    temporary = folder / f".{MANIFEST}"
-    with temporary.open("w", encoding="utf-8") as file:
+def commit(folder: Path, *, names: Sequence[str], version: int, updates: int, run_epoch: int) -> None:
+    """Make what the ranks wrote, files of these names, the checkpoint at `folder`; an older one there goes only then."""
+    place, replaced = _beside(folder, "unfinished"), _beside(folder, "replaced")
+    manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch,
+                                  files=tuple(SavedFile.of(place / name) for name in names))
+    with (place / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(dataclasses.asdict(manifest), file, sort_keys=True)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(folder / MANIFEST)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.resolve().rename(replaced)
+    place.rename(folder.resolve())
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def abandon(folder: Path) -> None:
+    """Delete what was written since `begin`."""
+    shutil.rmtree(_beside(folder, "unfinished"), ignore_errors=True)
 
 
 def verified(folder: Path) -> CheckpointManifest:
@@ -106,6 +129,11 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def rank_files(folder: Path, names: Sequence[str]) -> tuple[SavedFile, ...]:
-    """Size and checksum of the files the ranks wrote."""
-    return tuple(SavedFile.of(folder / name) for name in names)
+def rank_file(rank: int) -> str:
+    """Name of the file a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _beside(folder: Path, state: str) -> Path:
+    whole = folder.resolve()
+    return whole.with_name(f".{whole.name}.{state}")

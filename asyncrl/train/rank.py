@@ -12,6 +12,7 @@ import torch
 from asyncrl.channel import Channel, Reply, Request, serve_calls
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint import load_shards, save_shards
+from asyncrl.train.checkpoint_store import rank_file
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.export import export_folder
 from asyncrl.train.microbatch import build, layout
@@ -86,7 +87,7 @@ class RankTrainer:
 
     def save(self, request: Request) -> Mapping[str, Any]:
         """Write this rank's file of a checkpoint into `folder`."""
-        name = f"rank-{self._spec.rank:05d}.safetensors"
+        name = rank_file(self._spec.rank)
         save_shards(self._tensors(), Path(request.body["folder"]) / name, rank=self._spec.rank)
         return {"name": name, "updates": self._trainee.optimizer.updates}
 

@@ -24,7 +24,8 @@ class RankGroup(Protocol):
     async def call(self, op: str, body: Mapping[str, Any], *, arrays: Mapping[str, NDArray[Any]], timeout_s: float) -> list[Reply]:
         """The same operation on every rank; replies in rank order.
 
-        Raises ChildDied when a rank is gone or silent, else the first rank's error. Ranks that still work by then are killed.
+        Raises ChildDied when a rank is gone or silent, else the first rank's error. Ranks that still work by then are killed,
+        and all of them when the call is cancelled.
         """
 
     async def kill(self) -> None:
@@ -87,6 +88,10 @@ class ChildRanks:
             if working:
                 await self.kill()
             raise _worst([call.exception() for call in calls if call not in working])
+        except asyncio.CancelledError:
+            # Ranks that finish what nobody waits for would be ahead of what the caller knows.
+            await self.kill()
+            raise
         finally:
             for call in calls:
                 call.cancel()

@@ -158,6 +158,7 @@ def _proximal(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, like: Ten
 def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, corrected: Corrected | None) -> Traces:
     rows = tokens.rollout_logprobs.new_zeros(5, len(tokens.loss_mask))
     updates = []
+    trainee.policy.zero_grad()  # what a step that failed half-way may have left
     for _ in range(trainee.config.trainer.epochs):
         for minibatch in minibatches:
             for inputs in minibatch.inputs:

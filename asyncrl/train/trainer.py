@@ -98,14 +98,20 @@ class Trainer:
         """Train on a batch of the trainer's own version and make the next one.
 
         Raises StalenessError, ShapeError or NonFiniteError for a batch that cannot be trained, RunAborted when too many steps in a row
-        had a gradient that is not finite, or too many restarts brought no finished step.
+        had a gradient that is not finite, or too many restarts brought no finished step; CheckpointError when the step is done, and the
+        checkpoint that was due after it cannot be written.
         """
         if batch.version != self.version:
             raise StalenessError(f"the batch was made to be trained from version {batch.version}, the trainer is at {self.version}")
         packed = pack(batch)
         file = self._paths.batches / f"batch-{self.version:08d}.safetensors"
         packed.save(file)
-        reply = (await self._call("step", {"path": str(file)}))[0].body
+        try:
+            reply = (await self._call("step", {"path": str(file)}))[0].body
+        except Exception:
+            # How much of the step was done is not known. The next call finds no rank and recovers this version.
+            await self._kill_ranks()
+            raise
         self.version += 1
         self._restarts_in_row = 0
         self._log.append(file)
@@ -154,9 +160,10 @@ class Trainer:
         found = folder if (folder / checkpoint_store.MANIFEST).exists() else checkpoint_store.newest(folder)
         if found is None:
             raise CheckpointError(f"there is no whole checkpoint under {folder}")
-        self._base = found
+        manifest = checkpoint_store.verified(found)
+        await self._call("restore", _restore_request(found, manifest))
+        self._base, self.version = found, manifest.version
         self._forget_log()
-        manifest = await self._load_base()
         self._publication.restart(run_epoch=max(manifest.run_epoch, self._publication.run_epoch) + 1)
 
     async def export(self, path: str | Path) -> None:
@@ -191,48 +198,53 @@ class Trainer:
                        if settings.processes else InlineRank(specs[0]))
 
     async def _recover(self, death: ChildDied | TimeoutError) -> None:
-        """All ranks anew, at the version they had. Raises RunAborted after `max_restarts` without a finished step."""
+        """All ranks anew, at the version they had. Raises RunAborted after `max_restarts` without a finished step.
+
+        Whatever it raises, no rank is left that holds another state.
+        """
         while True:
+            await self._kill_ranks()
             self._restarts_in_row += 1
             if self._restarts_in_row > self.config.trainer.max_restarts:
                 raise RunAborted(f"trainer.max_restarts = {self.config.trainer.max_restarts}: no step finished in between; "
                                  f"the last death: {death}") from death
-            if self._ranks is not None:
-                await self._ranks.kill()
             try:
                 await self._start_ranks()
                 await self._redo()
             except (ChildDied, TimeoutError) as again:
                 death = again
+            except BaseException:
+                await self._kill_ranks()
+                raise
             else:
                 self._since_last_step.sum("train/restarts/sum", 1)
                 return
 
+    async def _kill_ranks(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.kill()
+
     async def _redo(self) -> None:
-        """Load the newest checkpoint and train the kept batches again; the publishers take up the published version on the way."""
+        """Load the newest checkpoint (fresh ranks hold the initial model) and train the kept batches again, up to `version`.
+
+        The publishers take up the published version on the way.
+        """
         self._publication.lose_snapshot()
-        await self._load_base()
-        await self._adopt_when_published()
-        for file in self._log:
+        version = 0
+        if self._base is not None:
+            manifest = checkpoint_store.verified(self._base)
+            await self._on_ranks("restore", _restore_request(self._base, manifest))
+            version = manifest.version
+        await self._adopt_when_published(version)
+        for made, file in enumerate(self._log, start=version + 1):
             await self._on_ranks("step", {"path": str(file)})
-            self.version += 1
-            await self._adopt_when_published()
+            await self._adopt_when_published(made)
         self._since_last_step.sum("train/redone_steps/sum", len(self._log))
 
-    async def _adopt_when_published(self) -> None:
-        if self._publication.last_version == self.version:
-            replies = await self._on_ranks("adopt", {"version": self.version})
+    async def _adopt_when_published(self, version: int) -> None:
+        if self._publication.last_version == version:
+            replies = await self._on_ranks("adopt", {"version": version})
             self._publication.adopt([reply.body["hash_share"] for reply in replies])
-
-    async def _load_base(self) -> CheckpointManifest:
-        """The checkpoint the log starts from, or the initial model, which fresh ranks already hold."""
-        if self._base is None:
-            self.version = 0
-            return CheckpointManifest(version=0, updates=0, run_epoch=0, files=())
-        manifest = checkpoint_store.verified(self._base)
-        await self._on_ranks("restore", {"files": [str(self._base / file.name) for file in manifest.files], "updates": manifest.updates})
-        self.version = manifest.version
-        return manifest
 
     async def _after_step(self) -> None:
         every = self.config.trainer.checkpoint_every_steps
@@ -241,7 +253,7 @@ class Trainer:
             await self._save(folder)
             self._base = folder
             self._forget_log()
-            self._checkpoints.append(folder)
+            self._checkpoints = [*(kept for kept in self._checkpoints if kept != folder), folder]
             while len(self._checkpoints) > KEPT_CHECKPOINTS:
                 checkpoint_store.remove(self._checkpoints.pop(0))
         if not self.config.trainer.processes:
@@ -252,12 +264,22 @@ class Trainer:
             file.unlink(missing_ok=True)
         self._log.clear()
 
+    def _is_base(self, folder: Path) -> bool:
+        return self._base is not None and self._base.resolve() == folder.resolve()
+
     async def _save(self, folder: Path) -> None:
-        place = checkpoint_store.begin(folder)
-        replies = [reply.body for reply in await self._call("save", {"folder": place})]
-        files = checkpoint_store.rank_files(folder, [reply["name"] for reply in replies])
-        checkpoint_store.commit(folder, CheckpointManifest(version=self.version, updates=replies[0]["updates"],
-                                                           run_epoch=self._publication.run_epoch, files=files))
+        try:
+            place = checkpoint_store.begin(folder)
+            replies = [reply.body for reply in await self._call("save", {"folder": str(place)})]
+            checkpoint_store.commit(folder, names=[reply["name"] for reply in replies], version=self.version,
+                                    updates=replies[0]["updates"], run_epoch=self._publication.run_epoch)
+            if self._is_base(folder):
+                self._forget_log()
+        except BaseException as error:
+            checkpoint_store.abandon(folder)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
+            raise
 
     def _result(self, reply: Any, *, sampled_tokens: int) -> StepResult:
         metrics, self._since_last_step = self._since_last_step, Metrics()
@@ -272,3 +294,7 @@ class Trainer:
                              "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
         return StepResult(version=self.version, metrics=metrics, skipped=reply["skipped"], trained_tokens=reply["trained_tokens"],
                           masked_tokens=sampled_tokens - reply["trained_tokens"])
+
+
+def _restore_request(folder: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+    return {"files": [str(folder.resolve() / file.name) for file in manifest.files], "updates": manifest.updates}

@@ -9,13 +9,13 @@ from asyncrl.errors import CheckpointError, NonFiniteError
 from asyncrl.train import checkpoint_store
 from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
 from asyncrl.train.rank import RankTrainer
+from tests.tiny_model import make_tiny_model
 from tests.train.train_data import inline_rank, random_batch, step_on
 
 
 def save(rank: RankTrainer, folder: Path, *, version: int) -> None:
-    reply = rank.save(Request("save", body={"folder": checkpoint_store.begin(folder)}))
-    files = checkpoint_store.rank_files(folder, [reply["name"]])
-    checkpoint_store.commit(folder, CheckpointManifest(version=version, updates=reply["updates"], run_epoch=0, files=files))
+    reply = rank.save(Request("save", body={"folder": str(checkpoint_store.begin(folder))}))
+    checkpoint_store.commit(folder, names=[reply["name"]], version=version, updates=reply["updates"], run_epoch=0)
 
 
 def restore(rank: RankTrainer, folder: Path) -> CheckpointManifest:
@@ -82,6 +82,39 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Path, untied: Path, tmp_
         restore(inline_rank(tiny, tmp_path / "store"), tmp_path / "untied")
     with pytest.raises(CheckpointError, match=r"lacks elements of model/lm_head.weight"):
         restore(inline_rank(untied, tmp_path / "store"), tmp_path / "tied")
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tiny: Path, untied: Path, tmp_path: Path) -> None:
+    """A larger model's tensors begin like a smaller one's: names alone prove nothing."""
+    larger = make_tiny_model(tmp_path / "larger", hidden=64)
+    save(inline_rank(larger, tmp_path / "store"), tmp_path / "saved larger", version=0)
+    save(inline_rank(tiny, tmp_path / "store"), tmp_path / "saved tied", version=0)
+    for model, saved, message in ((tiny, "saved larger", "this model has"), (untied, "saved tied", "lacks elements")):
+        rank = inline_rank(model, tmp_path / "store")
+        step_on(rank, random_batch(0))
+        before = {name: tensor.clone() for name, tensor in rank._tensors().items()}
+        with pytest.raises(CheckpointError, match=message):
+            restore(rank, tmp_path / saved)
+        assert all(torch.equal(before[name], tensor) for name, tensor in rank._tensors().items())
+
+
+def test_a_checkpoint_is_replaced_only_by_a_whole_one(tiny: Path, tmp_path: Path) -> None:
+    rank = inline_rank(tiny, tmp_path / "store")
+    save(rank, tmp_path / "saved", version=1)
+    checkpoint_store.begin(tmp_path / "saved")
+    assert checkpoint_store.verified(tmp_path / "saved").version == 1
+    save(rank, tmp_path / "saved", version=2)
+    assert checkpoint_store.verified(tmp_path / "saved").version == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "store"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "notes.txt").write_text("months of work")
+    for folder in (tmp_path / "results", tmp_path / "results" / "notes.txt"):
+        with pytest.raises(CheckpointError, match=r"notes\.txt"):
+            checkpoint_store.begin(folder)
+    assert (tmp_path / "results" / "notes.txt").read_text() == "months of work"
 
 
 @pytest.mark.parametrize("model", ["tiny", "untied"])

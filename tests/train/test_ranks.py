@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from asyncrl.channel import Request
 from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
-from asyncrl.train.checkpoint_store import CheckpointManifest
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch
 from tests.train.train_data import BETA1, batch_of, inline_rank, random_batch, rollout, sequence, step_on
@@ -122,9 +121,8 @@ def check_one_rank_loads_what_two_saved(model: Path, folder: Path) -> None:
     alone.restore(Request("restore", body={"files": [str(folder / "recovered" / file.name) for file in manifest.files], "updates": 3}))
     two = whole_tensors(folder / "recovered")
     assert all(torch.equal(two[name], tensor.detach().view(-1)) for name, tensor in alone._tensors().items())
-    reply = alone.save(Request("save", body={"folder": checkpoint_store.begin(folder / "alone")}))
-    checkpoint_store.commit(folder / "alone", CheckpointManifest(version=3, updates=reply["updates"], run_epoch=0,
-                                                                 files=checkpoint_store.rank_files(folder / "alone", [reply["name"]])))
+    reply = alone.save(Request("save", body={"folder": str(checkpoint_store.begin(folder / "alone"))}))
+    checkpoint_store.commit(folder / "alone", names=[reply["name"]], version=3, updates=reply["updates"], run_epoch=0)
     one = whole_tensors(folder / "alone")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -132,11 +133,13 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(tiny: Path, tmp_
 
 
 def test_a_token_newer_than_the_batch_is_an_error_before_anything_changes(tiny: Path, tmp_path: Path) -> None:
-    newer = batch_of(*(rollout(0, n, sequence([2, 3], [4 + n, 5], version=1), reward=float(n)) for n in range(2)))
+    rollouts = [rollout(0, n, sequence([2, 3], [4 + n, 5], version=1), reward=float(n)) for n in range(2)]
+    with pytest.raises(StalenessError, match="newer than version 0"):
+        pack(batch_of(*rollouts))
     rank = inline_rank(tiny, tmp_path)
     before = weights(rank)
     with pytest.raises(StalenessError, match="newer than version 0"):
-        step_on(rank, newer)
+        step_on(rank, dataclasses.replace(pack(batch_of(*rollouts, version=1)), version=0))
     assert all(torch.equal(before[name], weight) for name, weight in weights(rank).items())
 
 

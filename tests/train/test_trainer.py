@@ -1,4 +1,6 @@
 import asyncio
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -126,6 +128,26 @@ def test_restoring_begins_a_new_epoch_with_an_anchor(tiny: Path, tmp_path: Path)
         assert again.state_hash == published.state_hash
         with pytest.raises(CheckpointError, match="no whole checkpoint"):
             await trainer.restore(tmp_path / "nowhere")
+
+    inline(tiny, tmp_path, use)
+
+
+def test_a_full_disk_costs_the_checkpoint_alone(tiny: Path, tmp_path: Path) -> None:
+    async def use(trainer: Trainer) -> None:
+        await trainer.step(random_batch(0))
+        await trainer.save(tmp_path / "saved")
+        await trainer.step(random_batch(1, version=1))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                await trainer.save(tmp_path / "saved")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert sorted(os.listdir(tmp_path)) == ["run", "saved", "shared"]
+        assert (await trainer.step(random_batch(2, version=2))).version == 3
+        await trainer.restore(tmp_path / "saved")
+        assert trainer.version == 1
 
     inline(tiny, tmp_path, use)
 
