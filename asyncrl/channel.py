@@ -215,8 +215,16 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def rebuild_error(described: Mapping[str, Any], *, where: str) -> AsyncRLError:
-    """The error a child described: the same class when it is one of ours, else RemoteError with the child's traceback."""
-    kind = getattr(errors, str(described["kind"]), None)
+    """The error a child described: the same class when it is one of ours, else RemoteError with the child's traceback.
+
+    Raises ProtocolError for what `describe_error` did not make.
+    """
+    fields = {"kind": str, "message": str, "traceback": str, "attributes": dict}
+    if not all(isinstance(described.get(name), expected) for name, expected in fields.items()):
+        raise ProtocolError(f"an error must be described by {', '.join(fields)}")
+    if not all(isinstance(name, str) and not name.startswith("_") for name in described["attributes"]):
+        raise ProtocolError("attributes of an error must have public names")
+    kind = getattr(errors, described["kind"], None)
     if not (isinstance(kind, type) and issubclass(kind, AsyncRLError)):
         return RemoteError(f"{where}: {described['kind']}: {described['message']}\n{described['traceback']}")
     error = kind.__new__(kind, described["message"])
@@ -257,7 +265,7 @@ def _parse_header(data: bytearray) -> tuple[dict[str, Any], int]:
     for entry in header["arrays"]:
         if not isinstance(entry, dict) or set(entry) != {"name", "dtype", "shape"} or not isinstance(entry["name"], str):
             raise ProtocolError("an array must be described by name, dtype and shape")
-        if entry["dtype"] not in DTYPES:
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
             raise ProtocolError(f"array {entry['name']!r} has dtype {entry['dtype']!r}; allowed: {sorted(DTYPES)}")
         shape = entry["shape"]
         if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):

@@ -164,12 +164,12 @@ class Child:
         answers = self._pending.get(message.id)
         if answers is None:
             return
-        if message.op != PART:
+        last = message.op != PART
+        answer: _Answer = (rebuild_error(message.body, where=f"child {self.name!r}") if message.op == ERROR
+                           else (last, Reply(message.body, message.arrays)))
+        if last:
             del self._pending[message.id]
-        if message.op == ERROR:
-            answers.put_nowait(rebuild_error(message.body, where=f"child {self.name!r}"))
-        else:
-            answers.put_nowait((message.op != PART, Reply(message.body, message.arrays)))
+        answers.put_nowait(answer)
 
     def _require_open(self) -> None:
         if self.exit_reason is not None:

@@ -21,7 +21,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, on_message: Callable[[Message], None],
                  on_end: Callable[[ProtocolError | None], None]) -> None:
-        """`on_end` is called once, when the peer is gone (None) or has sent a malformed message; not after `close`."""
+        """`on_end` is called once, when the peer is gone (None) or has sent a message that is malformed, or that `on_message` refuses
+        with ProtocolError; not after `close`."""
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._socket = sock
@@ -104,10 +105,8 @@ class Connection:
             self._on_end(None)
             return
         try:
-            messages = self._decoder.feed(data)
+            for message in self._decoder.feed(data):
+                self._on_message(message)
         except ProtocolError as error:
             self.close()
             self._on_end(error)
-            return
-        for message in messages:
-            self._on_message(message)

@@ -109,6 +109,7 @@ def test_a_pickle_is_refused_and_creates_nothing(tmp_path, frame) -> None:
     (array_header(dtype="uint8", shape=[MAX_ARRAY_BYTES + 1]), "4294967297 bytes of arrays"),
     (array_header(shape=[2**62, 2**62]), "bytes of arrays; at most"),
     (array_header(dtype="object"), "dtype 'object'"),
+    (array_header(dtype=["float32"]), "dtype \\['float32'\\]"),
     (array_header(shape=[-1]), "shape"),
     (array_header(shape=[True]), "shape"),
     (array_header(shape=[1] * 33), "shape"),
@@ -135,6 +136,15 @@ def test_what_cannot_travel_is_refused_by_the_sender() -> None:
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (MAX_ARRAY_BYTES + 1,), (0,))
     with pytest.raises(ProtocolError, match="4294967297 bytes of arrays"):
         encode(Message("op", arrays={"a": huge}))
+
+
+@pytest.mark.parametrize("change", [{"kind": 3}, {"message": None}, {"traceback": 1}, {"attributes": []}, {"attributes": {1: 2}},
+                                    {"attributes": {"__class__": "x"}}])
+def test_an_error_that_was_not_described_by_us_is_malformed(change: dict) -> None:
+    with pytest.raises(ProtocolError):
+        rebuild_error(describe_error(ValueError("x")) | change, where="child 'e'")
+    with pytest.raises(ProtocolError):
+        rebuild_error({}, where="child 'e'")
 
 
 def test_our_errors_are_rebuilt_as_their_class_and_others_are_remote() -> None:

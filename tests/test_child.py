@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.channel import ERROR, START_ID, Message, encode
 from asyncrl.child import Child
 from asyncrl.errors import ChildDied, ConfigError, ProtocolError, RemoteError, WrongBase
 
@@ -227,6 +228,15 @@ def test_a_child_that_sends_a_pickle_is_killed_and_nothing_is_loaded(tmp_path) -
         with pytest.raises(ChildDied, match="sent a malformed message"):
             await child.call("write", {"data": pickle.dumps(Touch(), protocol=4) + b"\0" * 64}, timeout_s=BOUND_S)
         assert not (tmp_path / "created").exists()
+
+    run(main())
+
+
+def test_a_child_that_sends_half_an_error_is_killed_and_nobody_waits_for_the_rest(tmp_path) -> None:
+    async def main() -> None:
+        child = await start(tmp_path)
+        with pytest.raises(ChildDied, match="sent a malformed message"):
+            await child.call("write", {"data": b"".join(encode(Message(ERROR, START_ID + 1, {})))}, timeout_s=BOUND_S)
 
     run(main())
 
