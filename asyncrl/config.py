@@ -6,43 +6,39 @@ relative to the recipe. `a.b=c` overrides set one value each.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.buffer.config import BufferConfig, check_publish_interval
 from asyncrl.errors import ConfigError
 from asyncrl.functions import resolve_reference
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
 from asyncrl.rollout.task_config import EnvConfig, EvalConfig, NoEval, ProbeConfig, PromptsConfig
+from asyncrl.settings import Section, validated
 from asyncrl.train.config import AdvantagesConfig, CorrectionConfig, LossConfig, TrainConfig, TrainerConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
 from asyncrl.weights.config import WeightsConfig
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class NoWandb(_Section):
+class NoWandb(Section):
     """Metrics go to `metrics.jsonl` and the console alone."""
 
     kind: Literal["none"] = "none"
 
 
-class Wandb(_Section):
+class Wandb(Section):
     """Metrics go to Weights & Biases too; offline when no key is set."""
 
     kind: Literal["wandb"]
     project: str = "asyncrl"
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """What is neither model, data nor algorithm."""
 
     name: str = Field(min_length=1)
@@ -56,7 +52,7 @@ class RunSection(_Section):
     wandb: Annotated[NoWandb | Wandb, Field(discriminator="kind")] = NoWandb()
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
@@ -117,10 +113,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(tree: dict[str, Any], *, base: Path) -> RunConfig:
     """The run a plain tree describes; functions are looked for beside `base`."""
     tree = _resolve_functions(tree, base=base, path="")
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise _explain(error) from error
+    return validated(RunConfig, tree)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -176,56 +169,3 @@ def _override(tree: dict[str, Any], override: str) -> None:
         node[leaf] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(path, value=text, allowed="a YAML value", remedy=f"Quote it, or mend it: {error}.") from error
-
-
-def _explain(error: ValidationError) -> ConfigError:
-    """The first thing to mend. An unknown key goes before a missing one: the one is often the other, misspelt."""
-    problems = error.errors()
-    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    if first["type"] == "extra_forbidden":
-        *parents, key = first["loc"]
-        names, models = _place(parents)
-        known = sorted({name for model in models for name in model.model_fields})
-        return ConfigError(".".join([*names, str(key)]), value=first["input"], allowed=f"one of the known keys {known}",
-                           remedy=_nearest(str(key), known) or "Remove it.")
-    names, models = _place(first["loc"])
-    field, value = ".".join(names), first["input"]
-    if first["type"].startswith("union_tag"):
-        kinds = [kind for model in models for kind in _kinds(model)]
-        given = value.get("kind") if isinstance(value, dict) else value
-        return ConfigError(f"{field}.kind", value=given, allowed=f"one of {kinds}", remedy=_nearest(str(given), kinds) or "Choose one.")
-    return ConfigError(field, value="nothing" if first["type"] == "missing" else value, allowed=first["msg"],
-                       remedy=f"{len(problems)} setting(s) to mend in all.")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
-
-
-def _place(location: Sequence[int | str]) -> tuple[list[str], list[Any]]:
-    """The names a user writes, and the sections that may stand there. In pydantic's location the kind follows the name of a union."""
-    names: list[str] = []
-    models: list[Any] = [RunConfig]
-    for part in location:
-        if len(models) > 1:
-            models = [model for model in models if part in _kinds(model)]
-            continue
-        names.append(str(part))
-        annotations = [model.model_fields[str(part)].annotation for model in models if str(part) in model.model_fields]
-        models = [member for annotation in annotations for member in _members(annotation)]
-    return names, models
-
-
-def _kinds(model: Any) -> tuple[Any, ...]:
-    annotation = getattr(model.model_fields.get("kind"), "annotation", None)
-    return getattr(annotation, "__args__", ())
-
-
-def _members(annotation: Any) -> list[Any]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [member for argument in getattr(annotation, "__args__", ()) for member in _members(argument)]

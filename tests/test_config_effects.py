@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import RunConfig, _kinds, _members, parse_config
+from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
+from asyncrl.settings import kinds_of, members_of
 from tests import config_observers as see
 from tests.config_observers import Observer, Scene
 from tests.rollout.model_rig import PublishedModel, publish_model
@@ -144,7 +145,7 @@ Kinds = tuple[tuple[str, str], ...]
 def fields_of(model: Any, *, path: str = "", place: str = "", kinds: Kinds = ()) -> Iterator[tuple[str, str, Kinds]]:
     """Each field: its name with the kinds it lies under, the place where a user writes it, and those kinds."""
     for name, info in model.model_fields.items():
-        members = _members(info.annotation)
+        members = members_of(info.annotation)
         if name == "kind":
             continue
         if not members:
@@ -152,7 +153,7 @@ def fields_of(model: Any, *, path: str = "", place: str = "", kinds: Kinds = ())
         if len(members) > 1:
             yield f"{path}{name}.kind", f"{place}{name}", kinds
         for member in members:
-            kind = f"{path}{name}.{_kinds(member)[0]}" if len(members) > 1 else f"{path}{name}"
+            kind = f"{path}{name}.{kinds_of(member)[0]}" if len(members) > 1 else f"{path}{name}"
             under = (*kinds, (kind, f"{place}{name}")) if len(members) > 1 else kinds
             yield from fields_of(member, path=f"{kind}.", place=f"{place}{name}.", kinds=under)
 

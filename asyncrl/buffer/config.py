@@ -4,45 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl.buffer.admission import least_depth_groups
 from asyncrl.buffer.depth import Depth
 from asyncrl.buffer.policies import FixedLag, Lease, Policy, Soft, require_publish_every_step
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Section, from_kind, validated
 
-_STRICT = ConfigDict(frozen=True, extra="forbid")
 
-
-class LeaseConfig(BaseModel):
+class LeaseConfig(Section):
     """No token is ever staler than `max_staleness`."""
 
-    model_config = _STRICT
     kind: Literal["lease"] = "lease"
 
 
-class SoftConfig(BaseModel):
+class SoftConfig(Section):
     """AReaL's rule: the mean staleness stays at `max_staleness`, single tokens may exceed it."""
 
-    model_config = _STRICT
     kind: Literal["soft"] = "soft"
 
 
-class FixedLagConfig(BaseModel):
+class FixedLagConfig(Section):
     """Every token exactly `lag_steps` old; engines and trainer take turns. For experiments."""
 
-    model_config = _STRICT
     kind: Literal["fixed_lag"] = "fixed_lag"
     lag_steps: int = Field(ge=0)
 
 
-PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, Field(discriminator="kind")]
+PolicyConfig = Annotated[Annotated[LeaseConfig | SoftConfig | FixedLagConfig, Field(discriminator="kind")], BeforeValidator(from_kind)]
 
 
-class BufferConfig(BaseModel):
+class BufferConfig(Section):
     """What a batch is, how old it may be, and how long anyone waits for it."""
-
-    model_config = _STRICT
 
     groups_per_step: int = Field(ge=1)
     """P: groups of one batch."""
@@ -84,16 +78,7 @@ class BufferConfig(BaseModel):
 
 def buffer_config(**settings: Any) -> BufferConfig:
     """The checked configuration. Raises ConfigError, naming the field, for whatever pydantic would refuse."""
-    try:
-        return BufferConfig(**settings)
-    except ValidationError as refused:
-        first = min(refused.errors(), key=lambda error: error["type"] != "extra_forbidden")
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        known = ", ".join(BufferConfig.model_fields)
-        raise ConfigError(".".join(["buffer", *map(str, first["loc"])]), value=first["input"], allowed=first["msg"],
-                          remedy=f"The fields of buffer are {known}.") from None
+    return validated(BufferConfig, settings, name="buffer")
 
 
 def check_publish_interval(config: BufferConfig, publish_every_steps: int) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from asyncrl.settings import Section
 from asyncrl.types import Sampling
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SamplingConfig(_Frozen):
+class SamplingConfig(Section):
     """How completions are sampled; the fields of `asyncrl.types.Sampling`."""
 
     temperature: float = Field(default=1.0, gt=0.0)
@@ -32,7 +29,7 @@ class SamplingConfig(_Frozen):
         return Sampling(**self.model_dump())
 
 
-class InlineEngineConfig(_Frozen):
+class InlineEngineConfig(Section):
     """Batched generation in the calling process, on the CPU, bit-reproducible."""
 
     kind: Literal["inline"] = "inline"
@@ -44,7 +41,7 @@ class InlineEngineConfig(_Frozen):
     """Prompt plus completion; the model's own limit when left out."""
 
 
-class TransformersEngineConfig(_Frozen):
+class TransformersEngineConfig(Section):
     """Hugging Face continuous batching in a child process, on the CPU."""
 
     kind: Literal["transformers"] = "transformers"

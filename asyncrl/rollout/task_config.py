@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from asyncrl.settings import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FunctionData(_Section):
+class FunctionData(Section):
     """Prompts that a function yields: `function(**arguments) -> Iterable[Prompt]`."""
 
     kind: Literal["function"] = "function"
@@ -20,7 +18,7 @@ class FunctionData(_Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class JsonlData(_Section):
+class JsonlData(Section):
     """Prompts of a JSONL file: text under `prompt`, other keys are columns for the reward."""
 
     kind: Literal["jsonl"]
@@ -46,7 +44,7 @@ class JsonlPrompts(JsonlData):
 PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts, Field(discriminator="kind")]
 
 
-class SingleTurnConfig(_Section):
+class SingleTurnConfig(Section):
     """One completion, one judgement in a killable worker."""
 
     kind: Literal["single_turn"] = "single_turn"
@@ -61,13 +59,13 @@ class SingleTurnConfig(_Section):
 EnvConfig = Annotated[SingleTurnConfig, Field()]
 
 
-class NoEval(_Section):
+class NoEval(Section):
     """Nothing is evaluated."""
 
     kind: Literal["none"] = "none"
 
 
-class PromptsEval(_Section):
+class PromptsEval(Section):
     """A fixed set of prompts, sampled on the run's engines at start, every N steps and at the end, outside the buffer."""
 
     kind: Literal["prompts"]
@@ -80,7 +78,7 @@ class PromptsEval(_Section):
 EvalConfig = Annotated[NoEval | PromptsEval, Field(discriminator="kind")]
 
 
-class ProbeConfig(_Section):
+class ProbeConfig(Section):
     """The parity probe: a few rollouts of exactly the trainer's version are scored by the trainer before it steps."""
 
     every_steps: int = Field(default=50, ge=1)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from asyncrl import settings
 from asyncrl.correction.presets import Correction
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Section, from_kind
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-class Constant(_Section):
+class Constant(Section):
     """The learning rate stays, after a linear warm-up."""
 
     kind: Literal["constant"]
@@ -31,7 +24,7 @@ class Constant(_Section):
         return _warm_up(step, self.warm_up_steps)
 
 
-class Linear(_Section):
+class Linear(Section):
     """Linear warm-up, then linear descent to `final_frac` at `total_steps`, where it stays."""
 
     kind: Literal["linear"]
@@ -45,7 +38,7 @@ class Linear(_Section):
         return _warm_up(step, self.warm_up_steps) * (1 - (1 - self.final_frac) * done)
 
 
-class Cosine(_Section):
+class Cosine(Section):
     """Linear warm-up, then half a cosine down to `final_frac` at `total_steps`, where it stays."""
 
     kind: Literal["cosine"]
@@ -59,31 +52,31 @@ class Cosine(_Section):
         return _warm_up(step, self.warm_up_steps) * (self.final_frac + (1 - self.final_frac) * (1 + math.cos(math.pi * done)) / 2)
 
 
-Schedule = Annotated[Annotated[Constant | Linear | Cosine, Field(discriminator="kind")], BeforeValidator(_kind)]
+Schedule = Annotated[Annotated[Constant | Linear | Cosine, Field(discriminator="kind")], BeforeValidator(from_kind)]
 
 
-class GRPO(_Section):
+class GRPO(Section):
     """(r − mean) / std of the group. 2402.03300."""
 
     kind: Literal["grpo"]
 
 
-class DrGRPO(_Section):
+class DrGRPO(Section):
     """r − mean of the group. 2503.20783."""
 
     kind: Literal["dr_grpo"]
 
 
-class RLOO(_Section):
+class RLOO(Section):
     """r − mean of the other rollouts of the group. 2402.14740."""
 
     kind: Literal["rloo"]
 
 
-AdvantagesConfig = Annotated[Annotated[GRPO | DrGRPO | RLOO, Field(discriminator="kind")], BeforeValidator(_kind)]
+AdvantagesConfig = Annotated[Annotated[GRPO | DrGRPO | RLOO, Field(discriminator="kind")], BeforeValidator(from_kind)]
 
 
-class NoCorrection(_Section):
+class NoCorrection(Section):
     """Weight 1 on every token, chosen knowingly."""
 
     kind: Literal["none"]
@@ -93,7 +86,7 @@ class NoCorrection(_Section):
         return Correction(level="none")
 
 
-class TokenTIS(_Section):
+class TokenTIS(Section):
     """w = min(ratio, truncate_high): truncated importance sampling."""
 
     kind: Literal["token_tis"]
@@ -104,7 +97,7 @@ class TokenTIS(_Section):
         return Correction(truncate_high=self.truncate_high)
 
 
-class IcePop(_Section):
+class IcePop(Section):
     """Tokens whose ratio leaves [mask_low, mask_high] lose their gradient. 2510.18855."""
 
     kind: Literal["icepop"]
@@ -116,10 +109,10 @@ class IcePop(_Section):
         return Correction(mask_low=self.mask_low, mask_high=self.mask_high)
 
 
-CorrectionConfig = Annotated[Annotated[NoCorrection | TokenTIS | IcePop, Field(discriminator="kind")], BeforeValidator(_kind)]
+CorrectionConfig = Annotated[Annotated[NoCorrection | TokenTIS | IcePop, Field(discriminator="kind")], BeforeValidator(from_kind)]
 
 
-class _Clipped(_Section):
+class _Clipped(Section):
     clip_low: float = Field(default=0.2, ge=0, le=1)
     clip_high: float = Field(default=0.28, ge=0)
     """Clip-higher, DAPO 2503.14476."""
@@ -149,10 +142,10 @@ class PPO(_Clipped):
     kind: Literal["ppo"]
 
 
-LossConfig = Annotated[Annotated[DecoupledPPO | PPO, Field(discriminator="kind")], BeforeValidator(_kind)]
+LossConfig = Annotated[Annotated[DecoupledPPO | PPO, Field(discriminator="kind")], BeforeValidator(from_kind)]
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """Processes, optimizer and limits of the trainer."""
 
     processes: int = Field(default=1, ge=0)
@@ -202,7 +195,7 @@ class TrainerConfig(_Section):
         return self.minibatches_per_step * self.epochs
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """Everything a trainer rank needs to know of the algorithm."""
 
     trainer: TrainerConfig
@@ -226,18 +219,7 @@ class TrainConfig(_Section):
 
 def validated(tree: dict[str, Any]) -> TrainConfig:
     """The configuration a plain tree describes. Raises ConfigError with the field and, for an unknown one, its nearest neighbour."""
-    try:
-        return TrainConfig.model_validate(tree)
-    except ValidationError as error:
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            raise cause from error
-        field = ".".join(str(part) for part in first["loc"])
-        known = sorted(TrainerConfig.model_fields) if first["loc"][0] == "trainer" else []
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1) if first["type"] == "extra_forbidden" else []
-        remedy = f"Did you mean {near[0]!r}?" if near else "Correct it or leave it out."
-        raise ConfigError(field, value=first.get("input"), allowed=first["msg"], remedy=remedy) from error
+    return settings.validated(TrainConfig, tree)
 
 
 def _warm_up(step: int, warm_up_steps: int) -> float:

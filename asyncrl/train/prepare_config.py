@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from asyncrl.settings import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelFolder(_Section):
+class ModelFolder(Section):
     """A Hugging Face folder: config.json, safetensors, tokenizer.json."""
 
     kind: Literal["folder"] = "folder"
     path: str
 
 
-class ModelFunction(_Section):
+class ModelFunction(Section):
     """A folder that a function writes: `function(folder: Path, **arguments)`. Made once and cached."""
 
     kind: Literal["function"]
@@ -29,13 +27,13 @@ class ModelFunction(_Section):
 ModelConfig = Annotated[ModelFolder | ModelFunction, Field(discriminator="kind")]
 
 
-class NoWarmUp(_Section):
+class NoWarmUp(Section):
     """RL starts from the model as it is."""
 
     kind: Literal["none"] = "none"
 
 
-class CrossEntropyWarmUp(_Section):
+class CrossEntropyWarmUp(Section):
     """Cross-entropy on worked examples until the model is good enough to earn rewards. Cached by everything it depends on."""
 
     kind: Literal["cross_entropy"]

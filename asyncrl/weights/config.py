@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from asyncrl.settings import Section
 
 
-class StoreConfig(BaseModel):
+class StoreConfig(Section):
     """Versions are files in the run's shared memory; engines pull them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["store"] = "store"
 
 
-class WeightsConfig(BaseModel):
+class WeightsConfig(Section):
     """How new weights get from the trainer to the engines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     publish_every_steps: int = Field(default=1, ge=1)
     """Engines see versions 0, k, 2k …"""
