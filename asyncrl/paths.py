@@ -49,13 +49,15 @@ class RunPaths:
 def make_shared_folder() -> Path:
     """A new folder of this process in shared memory (in the temporary folder where there is none).
 
-    Folders of processes that were killed are removed first: nobody else would.
+    Folders of processes that were killed are removed first: nobody else would. The name holds the process's namespace: where
+    containers share memory, a process id of one says nothing in another.
     """
     place = Path("/dev/shm")
     if not os.access(place, os.W_OK):
         place = Path(tempfile.gettempdir())
-    for left in place.glob(f"{_SHARED_PREFIX}-*-*"):
-        owner = left.name.split("-")[1]
+    prefix = f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
+    for left in place.glob(f"{prefix}-*-*"):
+        owner = left.name.removeprefix(f"{prefix}-").split("-")[0]
         if owner.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_SHARED_PREFIX}-{os.getpid()}-", dir=place))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=place))

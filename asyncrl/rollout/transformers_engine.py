@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.metadata
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -21,6 +22,8 @@ from asyncrl.rollout.model_files import ModelFacts, budget_tokens, read_facts, r
 from asyncrl.types import Status
 from asyncrl.weights.manifest import Manifest
 
+TESTED_TRANSFORMERS = "5.19."
+"""What the version must begin with: the engine stands on continuous batching, which has no stable interface."""
 _MODULE = "asyncrl.rollout.transformers_child"
 _PAUSE_TIMEOUT_S = 60.0
 """A pause waits for one forward pass, never for a request."""
@@ -33,9 +36,11 @@ class TransformersEngine:
     """One engine in a child process. Results are not streamed: a request's tokens come when it ends, and at each pause.
 
     Requests that start in one tick of the loop travel as one message, and so do the results of one forward pass.
+    Raises ConfigError with a transformers it was not tested with.
     """
 
     def __init__(self, model: str | Path, *, name: str = "engine-0", config: TransformersEngineConfig | None = None) -> None:
+        _require_tested_transformers()
         self.name = name
         self._config = config or TransformersEngineConfig()
         self._facts = _facts(model, self._config)
@@ -169,6 +174,13 @@ class TransformersEngine:
             raise ChildDied(str(self._gone))
         assert self._child is not None, "start() comes first"
         return self._child
+
+
+def _require_tested_transformers() -> None:
+    installed = importlib.metadata.version("transformers")
+    if not installed.startswith(TESTED_TRANSFORMERS):
+        raise ConfigError("engine.kind", value=f"transformers {installed}", allowed=f"transformers {TESTED_TRANSFORMERS}x with this engine",
+                          remedy="pip install -c constraints.txt transformers, or choose the inline engine.")
 
 
 def _facts(model: str | Path, config: TransformersEngineConfig) -> ModelFacts:

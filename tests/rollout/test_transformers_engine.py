@@ -20,7 +20,7 @@ from asyncrl.child import Child
 from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.config import TransformersEngineConfig
 from asyncrl.rollout.engine import GenerationRequest, Interruption
-from asyncrl.rollout.transformers_engine import TransformersEngine
+from asyncrl.rollout.transformers_engine import TESTED_TRANSFORMERS, TransformersEngine
 from asyncrl.types import Sampling, Status
 from tests.rollout import engine_contract
 from tests.rollout.engine_contract import Rig
@@ -180,6 +180,14 @@ def test_a_child_that_says_what_nobody_understands_ends_every_open_request(model
 
     monkeypatch.setattr(Child, "start", start)
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_a_version_of_transformers_it_was_not_tested_with_is_refused(model: PublishedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    assert f"transformers=={TESTED_TRANSFORMERS}" in pinned
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "6.0.0")
+    with pytest.raises(ConfigError, match=r"transformers 6\.0\.0.*or choose the inline engine"):
+        TransformersEngine(model.folder)
 
 
 def test_the_controllers_side_needs_no_torch() -> None:

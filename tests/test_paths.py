@@ -1,0 +1,41 @@
+"""Shared memory is freed by whoever comes next, and only what nobody can use any more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.paths import make_shared_folder
+
+
+def made_by_another() -> Path:
+    code = "from asyncrl.paths import make_shared_folder; print(make_shared_folder())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+                          cwd=Path(__file__).parents[1])
+    return Path(done.stdout.strip())
+
+
+def test_a_folder_of_a_process_that_is_gone_is_removed_and_a_living_ones_is_kept() -> None:
+    left, own = made_by_another(), make_shared_folder()
+    try:
+        assert str(os.getpid()) in own.name
+        second = make_shared_folder()
+        shutil.rmtree(second)
+        assert not left.exists()
+        assert own.exists()
+    finally:
+        shutil.rmtree(own)
+
+
+def test_a_folder_of_another_process_namespace_is_kept() -> None:
+    left = made_by_another()
+    elsewhere = left.with_name(left.name.replace(str(os.stat("/proc/self/ns/pid").st_ino), "1"))
+    left.rename(elsewhere)
+    try:
+        shutil.rmtree(make_shared_folder())
+        assert elsewhere.exists()
+    finally:
+        shutil.rmtree(elsewhere)
