@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.train.attention import PACKED, PackedSegments, register
@@ -53,13 +54,37 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+        self._max_tokens = _rope_limit(lm.config)
 
     def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
-        """Logprobs of the targets under the current weights; only predicting rows reach the head."""
+        """Logprobs of the targets under the current weights; only predicting rows reach the head.
+
+        Raises ConfigError for a sequence whose length would change the rotary embedding of the others.
+        """
+        longest = max(length for _, length in inputs.segments.runs)
+        if self._max_tokens is not None and longest > self._max_tokens:
+            raise ConfigError("model", value=f"a rotary embedding that changes beyond {self._max_tokens} tokens",
+                              allowed=f"one that does not depend on the longest sequence of a micro-batch, here {longest}",
+                              remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
         hidden = self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
                                     segments=inputs.segments).last_hidden_state[0]
         return token_logprobs(hidden.index_select(0, inputs.sources), head=self.lm.get_output_embeddings(), targets=inputs.targets,
                               temperatures=inputs.temperatures, vocabulary=self.lm.config.vocab_size)
+
+
+def _rope_limit(config: PretrainedConfig) -> int | None:
+    """Tokens up to which a rotary embedding is the same for all sequences; None when it always is.
+
+    transformers chooses the frequencies of `dynamic` and `longrope` by the largest position in the input, so a long sequence would
+    change the logprobs of the short ones packed with it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type") if isinstance(part, Mapping) else None
+        if kind in ("dynamic", "longrope"):
+            limits.append(part.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return min(limits, default=None)
 
 
 def load_policy(source: Path) -> Policy:

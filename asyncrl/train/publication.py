@@ -49,12 +49,16 @@ class Publication:
         return {"version": version, "base": None if anchor else self.last_version}
 
     def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> None:
-        """Make what the ranks wrote visible. Raises WeightSyncError."""
+        """Make what the ranks wrote visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError."""
         ranks = [RankPublication.from_wire(wire) for wire in publications]
         manifest = merge(ranks, run_epoch=self.run_epoch, version=version, base=ranks[0].base)
         self._store.commit(manifest)
-        self._manifest, self._ranks_hold_it = manifest, True
+        self._manifest, self._ranks_hold_it = manifest, False
         self._count += 1
+
+    def taken_up(self) -> None:
+        """Every rank has the committed version as its snapshot."""
+        self._ranks_hold_it = True
 
     def retain(self, oldest_version: int) -> None:
         """Delete versions below."""

@@ -139,6 +139,7 @@ class Trainer:
                 replies = await self._on_ranks("publish", self._publication.request(self.version))
                 self._publication.commit([reply.body for reply in replies], version=self.version)
                 await self._on_ranks("committed", {"version": self.version})
+                self._publication.taken_up()
             except ChildDied as death:
                 await self._recover(death)
         return self._publication.manifest

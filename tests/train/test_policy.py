@@ -3,7 +3,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from asyncrl.errors import ConfigError
 from asyncrl.train.batch import PackedBatch, pack
@@ -109,3 +117,20 @@ def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None
     policy = load_policy(tmp_path)
     with pytest.raises(ConfigError, match="sliding_window=7"):
         packed_logprobs(policy, pack(random_batch(0, longest=12)))
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 8},
+])
+def test_a_sequence_that_would_change_the_positions_of_others_is_refused(rope: dict, tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=8, rope_parameters=rope | {"rope_theta": 1e4}, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path)
+    within = pack(batch_of(rollout(0, 0, sequence([2, 3], [4] * 6)), rollout(1, 0, sequence([2], [3]))))
+    expected, _ = separate_logprobs(tmp_path, within)
+    torch.testing.assert_close(packed_logprobs(policy, within), expected, rtol=0, atol=1e-5)
+    beyond = pack(batch_of(rollout(0, 0, sequence([2, 3], [4] * 8)), rollout(1, 0, sequence([2], [3]))))
+    with pytest.raises(ConfigError, match="changes beyond 8 tokens"):
+        packed_logprobs(policy, beyond)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.errors import CheckpointError, ConfigError, RunAborted, StalenessError
+from asyncrl.errors import CheckpointError, ConfigError, RunAborted, StalenessError, WeightSyncError
 from asyncrl.paths import RunPaths
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Status
 from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.store import StoreTransport
 from tests.train.train_data import batch_of, random_batch, rollout, sequence
 
 
@@ -162,6 +164,28 @@ def test_checkpoints_come_at_their_interval_and_the_oldest_go(tiny: Path, tmp_pa
         assert trainer.version == 6
 
     inline(tiny, tmp_path, use, checkpoint_every_steps=2)
+
+
+def test_an_anchor_follows_a_version_that_was_damaged_before_the_ranks_took_it_up(tiny: Path, tmp_path: Path,
+                                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = StoreTransport.commit
+
+    def damaging(store: StoreTransport, manifest: Manifest) -> None:
+        commit(store, manifest)
+        if manifest.version == 1:
+            os.truncate(store._root / manifest.parts[0].path, 1)
+
+    async def use(trainer: Trainer) -> None:
+        await trainer.publish()
+        await trainer.step(random_batch(0))
+        with pytest.raises(WeightSyncError, match="should have"):
+            await trainer.publish()
+        await trainer.step(random_batch(1, version=1))
+        healed = await trainer.publish()
+        assert (healed.version, healed.base) == (2, None)
+
+    monkeypatch.setattr(StoreTransport, "commit", damaging)
+    inline(tiny, tmp_path, use)
 
 
 def test_anchors_recur_when_asked_for(tiny: Path, tmp_path: Path) -> None:
