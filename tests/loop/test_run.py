@@ -65,6 +65,9 @@ def test_every_interruption_keeps_bound_and_ledger(model: Path, tmp_path: Path, 
     assert [report.index for report in reports] == list(range(1, 9))
     assert max(report["staleness/token/max"] for report in reports) <= 2
     assert run.buffer.version == 8
+    if interruption == "drain":
+        sequences = [sequence for report in reports for rollout in report.batch.rollouts for sequence in rollout.sequences]
+        assert all(len(sequence.spans) == 1 for sequence in sequences), "an update that waits leaves no rollout with two versions"
 
 
 def test_the_probe_waits_for_a_published_version(model: Path, tmp_path: Path) -> None:

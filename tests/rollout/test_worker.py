@@ -237,3 +237,13 @@ def test_a_cancellation_inside_the_environment_is_its_failure_and_no_rollout_van
     assert "CancelledError" in rollout.error
     ledger.completed(rollout)
     assert ledger.open_rollouts == {}
+
+
+def test_what_an_engine_refuses_is_asked_once_and_its_words_are_kept():
+    def refuses(request, index, version):
+        raise EngineError("400: prompt holds an unknown token")
+    engine = FakeEngine(refuses)
+    rollout, _ = run_one(engine=engine)
+    assert rollout.status is Status.ENGINE_ERROR
+    assert "400: prompt holds an unknown token" in rollout.error
+    assert len(requests_of(engine)) == 1
