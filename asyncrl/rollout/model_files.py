@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError, EngineError
+from asyncrl.model_folder import model_folder
 from asyncrl.rollout.engine import GenerationRequest
 
 
@@ -23,21 +24,6 @@ class ModelFacts:
     vocab_size: int
     eos_tokens: frozenset[int]
     """Union of what config.json and generation_config.json name: either alone misses some models' turn ends."""
-
-
-def model_folder(model: str | Path) -> Path:
-    """The local folder of a model path or Hugging Face id; an id is fetched once into the hub's own cache.
-
-    Raises ConfigError when it is neither.
-    """
-    if (Path(model) / "config.json").is_file():
-        return Path(model)
-    if Path(model).exists() or str(model).count("/") != 1:
-        raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id",
-                          remedy="Check the path; an id looks like Qwen/Qwen3-0.6B.")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
 
 
 def read_facts(model: str | Path, *, context_tokens: int | None = None) -> ModelFacts:

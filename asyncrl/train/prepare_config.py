@@ -14,6 +14,7 @@ class ModelFolder(Section):
 
     kind: Literal["folder"] = "folder"
     path: str
+    """Relative to the folder the command runs in; or, without a warm-up, a Hugging Face id."""
 
 
 class ModelFunction(Section):

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
-from asyncrl.errors import CheckpointError, ChildDied, ConfigError, RunAborted, StalenessError
+from asyncrl.errors import CheckpointError, ChildDied, RunAborted, StalenessError
 from asyncrl.metrics import Metrics
+from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
 from asyncrl.train.batch import offsets, pack
@@ -53,7 +54,7 @@ class Trainer:
     """Trains the model of a Hugging Face folder; settings are the fields of `TrainerConfig`.
 
     Args:
-        model: the folder.
+        model: the folder, or a Hugging Face id, which is fetched.
         advantages: "grpo", "dr_grpo", "rloo", or a mapping with `kind`.
         correction: "token_tis", "icepop", "none", or a mapping with `kind`; must be chosen when data can be stale.
         loss: "decoupled_ppo", "ppo", or a mapping with `kind`.
@@ -63,10 +64,7 @@ class Trainer:
 
     def __init__(self, model: str | Path, *, advantages: Any = "grpo", correction: Any = None, loss: Any = "decoupled_ppo",
                  **settings: Any) -> None:
-        self.model = Path(model)
-        if not (self.model / "config.json").is_file():
-            raise ConfigError("model", value=str(model), allowed="a Hugging Face folder with config.json",
-                              remedy="Download the model first, for example with `hf download NAME --local-dir FOLDER`.")
+        self.model = model_folder(model)
         self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss})
         self.version = 0
         self._base: Path | None = None
@@ -149,7 +147,7 @@ class Trainer:
         self._publication.retain(oldest_version)
 
     async def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder; it counts as one when its manifest is there. Raises NonFiniteError, CheckpointError."""
+        """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
         await self._save(Path(path))
 
     async def restore(self, path: str | Path) -> None:

@@ -1,0 +1,28 @@
+"""Where a model lies: the folder a user names, or the one a Hugging Face id is fetched to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+
+
+def model_folder(model: str | Path) -> Path:
+    """The local folder of a model path or Hugging Face id; an id is fetched once into the hub's own cache.
+
+    Raises ConfigError when it is neither, or cannot be fetched.
+    """
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    if Path(model).exists() or str(model).count("/") != 1:
+        raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id",
+                          remedy="Check the path; an id looks like Qwen/Qwen3-0.6B.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=_FILES))
+    except (OSError, ValueError) as error:
+        raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id that can be fetched",
+                          remedy=f"Fetching it failed: {type(error).__name__}: {error}") from error
