@@ -27,10 +27,11 @@ def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ran
     tensors = {}
     for name, tensor in checkpoint_tensors(lm).items():
         full = whole(tensor)
+        full = full.to(dtype if full.is_floating_point() else full.dtype)
         if not bool(torch.isfinite(full).all()):
-            raise NonFiniteError(f"{name} holds a value that is not finite; it is not exported")
+            raise NonFiniteError(f"{name} holds a value that is not finite as {full.dtype}; it is not exported")
         if ranks.rank == 0:
-            tensors[name] = full.to(dtype if full.is_floating_point() else full.dtype).cpu().contiguous()
+            tensors[name] = full.cpu().contiguous()
     if ranks.rank:
         return
     target.mkdir(parents=True, exist_ok=True)

@@ -140,3 +140,12 @@ def test_an_export_keeps_the_dtype_of_its_source(tiny: Path, tmp_path: Path) -> 
     assert {parameter.dtype for parameter in rank._lm.parameters()} == {torch.float32}
     rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
     assert {parameter.dtype for parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "export").parameters()} == {torch.bfloat16}
+
+
+def test_a_weight_beyond_the_dtype_of_the_source_is_not_exported(tiny: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float16).save_pretrained(tmp_path / "half")
+    rank = inline_rank(tmp_path / "half", tmp_path / "store")
+    with torch.no_grad():
+        rank._lm.model.norm.weight[0] = 1e5
+    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight holds a value that is not finite as torch\.float16"):
+        rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
