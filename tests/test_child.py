@@ -78,7 +78,7 @@ def test_a_set_up_that_fails_raises_its_own_error_and_leaves_no_process(tmp_path
         with pytest.raises(RemoteError, match=r"No module named 'children\.missing'"):
             await Child.start("children.missing", name="missing", spec={}, logs=tmp_path, env=ENV)
         with pytest.raises(TimeoutError, match=r"'echo' did not answer 'start' within 1 s; last lines of .*\n(.*\n)*about to hang"):
-            await start(tmp_path, set_up="hangs", timeout_s=1.0)
+            await start(tmp_path / "hangs", set_up="hangs", timeout_s=1.0)
 
     before = own_children()
     run(main())
