@@ -43,6 +43,7 @@ from asyncrl.rollout.router import Router
 from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.rollout.tokenizer import Tokenizer
 from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.settings import validated
 from asyncrl.sync import WeightSync
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch, Prompt, Sampling
@@ -61,10 +62,16 @@ class RunOptions:
     name: str = "run"
     folder: str | Path = "runs"
     seed: int = 0
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    weights: WeightsConfig | Mapping[str, Any] = field(default_factory=WeightsConfig)
+    """Or its fields as a mapping."""
+    probe: ProbeConfig | Mapping[str, Any] = field(default_factory=ProbeConfig)
+    """Or its fields as a mapping."""
     eval_prompts: tuple[Prompt, ...] = ()
     """Held-out prompts, what `Run.evaluate` asks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", validated(WeightsConfig, self.weights, name="weights"))
+        object.__setattr__(self, "probe", validated(ProbeConfig, self.probe, name="probe"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,8 @@ class Run:
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=self.recorder)
-        self.router = Router(self.engines)
+        self.router = Router(self.engines, drain_timeout_s=self.options.weights.drain_timeout_s,
+                             apply_timeout_s=self.options.weights.apply_timeout_s)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.skipped_prompts = 0
         self.index = 0
@@ -185,8 +193,8 @@ class Run:
         The first call starts the other three coroutines. Raises the first failure of any of them.
         """
         self._produce()
-        began_s = now_s()
         await self._probe_when_due()
+        began_s = now_s()
         batch = await self._or_failure(self.buffer.take())
         if batch is None:
             return None
@@ -201,6 +209,13 @@ class Run:
             await self.weights.publish()
         self.account()
         return StepReport(index=self.index, version=result.version, metrics=self._measure(result, waited_s=waited_s), batch=batch)
+
+    async def sync(self) -> None:
+        """Bring published versions to the engines. Waits for a version; unblocked by step; unblocks feed. Journals what it interrupted."""
+        while True:
+            await self.weights.apply_next()
+            for key, sequences in self.worker.partial():
+                self.recorder.partial(key, sequences)
 
     async def evaluate(self) -> Evaluation:
         """Mean reward over `options.eval_prompts`. Waits until the engines hold the newest version; unblocked by sync.
@@ -267,7 +282,7 @@ class Run:
         self._require_open()
         if not self._tasks:
             self._tasks = [asyncio.create_task(self._supervised(part), name=name)
-                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.weights.run()))]
+                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.sync()))]
 
     def _require_open(self) -> None:
         if not self._open:

@@ -1,4 +1,4 @@
-"""Measures one run between steps: what was rolled out and earned, who waited for whom, how fast both sides went."""
+"""Measures one run between steps: what was rolled out, who waited for whom, how fast both sides went."""
 
 from __future__ import annotations
 
@@ -19,18 +19,13 @@ class Meter:
         self._busy_s = router.busy_s()
 
     def scored(self, rollout: Rollout) -> None:
-        """A rollout is finished, whatever becomes of it: rewards are averaged before any filter."""
+        """A rollout is finished, whatever becomes of it."""
         self._metrics.sum("rollout/tokens/sum", rollout.num_tokens)
         self._metrics.sum("rollout/errors/sum", float(rollout.status.is_error))
         if rollout.status.is_error:
             self._metrics.sum(f"rollout/error.{rollout.status.value}/sum", 1)
             return
-        self._metrics.sum("rollout/scored/sum", 1)
-        self._metrics.mean("reward/total/mean", rollout.reward, count=1)
-        self._metrics.mean(f"reward/source.{rollout.source}/mean", rollout.reward, count=1)
         self._metrics.mean("rollout/truncated_frac/mean", float(rollout.status.value == "length"), count=1)
-        for name, value in rollout.rewards.items():
-            self._metrics.mean(f"reward/function.{name}/mean", value, count=1)
 
     def probed(self, parity: Parity) -> None:
         """The parity probe ran: mismatch at equal version, apart from staleness."""
@@ -44,8 +39,8 @@ class Meter:
         taken, self._metrics = self._metrics, Metrics()
         tokens = taken.result().get("rollout/tokens/sum", 0.0)
         taken.last("train/period_s/last", period_s)
-        taken.last("trainer/wait_frac/last", min(1.0, waited_s / period_s))
-        taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))
+        taken.last("trainer/wait_frac/last", waited_s / period_s)
+        taken.last("engine/wait_frac/last", 1.0 - (busy_s - self._busy_s) / period_s)
         taken.last("rollout/tokens_per_s/last", tokens / period_s)
         taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
         self._at_s, self._busy_s = now, busy_s

@@ -42,15 +42,14 @@ class WeightSync:
     async def start(self) -> None:
         """Publish the anchor and wait until the engines hold it; none serves before."""
         await self.publish()
-        await self._apply(self._pending.get_nowait())
+        await self.apply_next()
 
-    async def run(self) -> None:
-        """Apply published versions until cancelled.
+    async def apply_next(self) -> None:
+        """Have every engine apply the next published version.
 
         Waits for: a published version; with `drain`, the end of running rollouts. Unblocks: admission, through acknowledgements.
         """
-        while True:
-            await self._apply(await self._pending.get())
+        await self._apply(await self._pending.get())
 
     async def applied(self) -> int:
         """Wait until the engines hold the newest published version; returns it."""

@@ -13,6 +13,7 @@ from asyncrl.config import RunConfig, Wandb
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
 from asyncrl.loop import Run, RunOptions
+from asyncrl.model_folder import model_folder
 from asyncrl.observe.wandb_writer import require_wandb
 from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Engine
@@ -46,7 +47,9 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Raise ConfigError for a function that its module does not define or a package that is missing, before anything is started."""
+    """Raise ConfigError for what a recipe names and is not there: packages, model, data, functions. Starts and writes nothing."""
+    if isinstance(config.model, ModelFolder):
+        model_folder(config.model.path)
     if isinstance(config.run.wandb, Wandb):
         require_wandb()
     named = {"env.reward": config.env.reward}
@@ -55,7 +58,9 @@ def check_environment(config: RunConfig) -> None:
     if isinstance(config.warm_up, CrossEntropyWarmUp):
         named |= {"warm_up.examples": config.warm_up.examples, "warm_up.held_out": config.warm_up.held_out}
     for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
-        if isinstance(prompts, FunctionData):
+        if isinstance(prompts, JsonlData):
+            read_jsonl(Path(prompts.path))
+        elif isinstance(prompts, FunctionData):
             named[f"{field}.function"] = prompts.function
     for field, reference in named.items():
         load_function(reference, field=field)
@@ -125,9 +130,9 @@ def build_engine(config: RunConfig, *, model: Path) -> Engine:
     """The engine a configuration describes; its random stream follows the run's seed unless it has one of its own."""
     engine = config.engine
     if isinstance(engine, InlineEngineConfig):
-        return InlineEngine(model, config=engine)
+        return InlineEngine(model, **dict(engine))
     seed = config.run.seed if engine.seed is None else engine.seed
-    return TransformersEngine(model, config=engine.model_copy(update={"seed": seed}))
+    return TransformersEngine(model, **dict(engine) | {"seed": seed})
 
 
 def _prompts(config: PromptsConfig) -> PromptSource:

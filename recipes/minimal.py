@@ -1,4 +1,4 @@
-"""The smallest asynchronous run, as a script: a model folder, prompts, a reward, thirty lines. `python recipes/minimal.py MODEL`."""
+"""The smallest asynchronous run, as a script: `python recipes/minimal.py [MODEL [STEPS]]`, after `make demo`."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ from arithmetic.task import is_correct, sums
 import asyncrl
 
 
-async def main(model: str, steps: int = 200) -> None:
+async def main(model: str = "runs/quickstart/model", steps: str = "200") -> None:
     """Train `model` on sums and print the reward of each step."""
     run = asyncrl.Run(
         prompts=asyncrl.PromptSource(sums(seed=0)),
@@ -19,9 +19,9 @@ async def main(model: str, steps: int = 200) -> None:
         trainer=asyncrl.Trainer(model, advantages="grpo", correction="token_tis", loss="decoupled_ppo", learning_rate=5e-4, processes=1),
     )
     async with run:
-        async for step in run.steps(steps):
+        async for step in run.steps(int(steps)):
             print(step.index, step["reward/total/mean"], step["staleness/token/max"], flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
+    asyncio.run(main(*sys.argv[1:]))

@@ -125,6 +125,7 @@ FLIPS: dict[str, Flip] = {
     **{f"trainer.{name}": flip(value, see.supervised_ranks) for name, value in {
         "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
+    "weights.drain_timeout_s": flip(5.0, see.patience), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
     "eval.kind": flip({"kind": "prompts", "prompts": FUNCTION_DATA}, see.course),
     "eval.prompts.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),

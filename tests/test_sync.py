@@ -36,10 +36,15 @@ async def started() -> tuple[WeightSync, Publishing, FakeEngine]:
     return sync, trainer, engine
 
 
+async def apply_all(sync: WeightSync) -> None:
+    while True:
+        await sync.apply_next()
+
+
 def test_a_version_published_twice_is_applied_once_and_fences_nobody():
     async def main():
         sync, _, engine = await started()
-        running = asyncio.create_task(sync.run())
+        running = asyncio.create_task(apply_all(sync))
         await sync.publish()
         await sync.publish()
         assert await sync.applied() == 0

@@ -267,6 +267,7 @@ class ReplayBuffer:
         is_equal = is_zero_variance(rewards, tolerance=self.config.zero_variance_tolerance)
         self._stats.zero_variance(is_equal)
         if is_equal and self.config.zero_variance == "drop":
+            self._stats.rewarded(group.rollouts.values())
             self._discard(group.slot.group_id, "zero_variance")
             self._count_empty(rewards[0])
             return

@@ -37,6 +37,7 @@ class BufferStats:
 
     def take(self, batch: Batch, *, bound: int) -> None:
         """A batch leaves for the trainer; `bound` is the `max_staleness` its tokens are compared with."""
+        self.rewarded(batch.rollouts)
         tokens, rollouts = token_staleness(batch), rollout_staleness(batch)
         self._histogram.update(tokens)
         self._bag.mean("staleness/token/mean", sum(s * n for s, n in tokens.items()), count=tokens.total())
@@ -45,6 +46,17 @@ class BufferStats:
         for name, values in (("token", tokens), ("rollout", rollouts)):
             if values:
                 self._bag.max(f"staleness/{name}/max", max(values))
+
+    def rewarded(self, rollouts: Iterable[Rollout]) -> None:
+        """The fate of these is decided. Taken groups count, and those dropped for equal rewards: the mean is that before the filter."""
+        for rollout in rollouts:
+            if rollout.status.is_error:
+                continue
+            self._bag.sum("reward/rollouts/sum", 1)
+            self._bag.mean("reward/total/mean", rollout.reward, count=1)
+            self._bag.mean(f"reward/source.{rollout.source}/mean", rollout.reward, count=1)
+            for name, value in rollout.rewards.items():
+                self._bag.mean(f"reward/function.{name}/mean", value, count=1)
 
     def train(self, batch: Batch) -> None:
         """A step was made on the batch."""

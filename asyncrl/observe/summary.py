@@ -9,7 +9,7 @@ EDGE_STEPS = 5
 
 
 def edge_rewards(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """Mean reward of all rollouts scored in the first and in the last `EDGE_STEPS` steps, each rollout counted once."""
+    """Mean reward over the rollouts of the first and of the last `EDGE_STEPS` steps, each rollout counted once."""
     return _reward(rows[:EDGE_STEPS]), _reward(rows[-EDGE_STEPS:])
 
 
@@ -36,6 +36,6 @@ def total_of(rows: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def _reward(rows: Sequence[Mapping[str, float]]) -> float | None:
-    scored = [(row["reward/total/mean"], row["rollout/scored/sum"]) for row in rows if "reward/total/mean" in row]
+    scored = [(row["reward/total/mean"], row["reward/rollouts/sum"]) for row in rows if "reward/total/mean" in row]
     count = sum(weight for _, weight in scored)
     return sum(reward * weight for reward, weight in scored) / count if count else None

@@ -7,7 +7,7 @@ import resource
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, WeightSyncError
@@ -16,6 +16,7 @@ from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import budget_tokens, read_facts, refuse_unservable
+from asyncrl.settings import validated
 from asyncrl.types import NOT_SAMPLED, Status
 from asyncrl.weights.manifest import Manifest
 
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
 class InlineEngine:
     """Requests that are waiting when a wave starts are sampled together, in arrival order, and the wave runs to its end.
 
-    The same requests in the same order give the same bits. Every token blocks the event loop for one forward pass.
+    The same requests in the same order give the same bits. Every token blocks the event loop for one forward pass. `settings`
+    are the fields of `InlineEngineConfig`. Raises ConfigError.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "inline", config: InlineEngineConfig | None = None) -> None:
+    def __init__(self, model: str | Path, *, name: str = "inline", **settings: Any) -> None:
         self.name = name
-        self._config = config or InlineEngineConfig()
+        self._config = validated(InlineEngineConfig, settings, name="engine")
         self._facts = read_facts(model, context_tokens=self._config.context_tokens)
         self.capabilities = Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,

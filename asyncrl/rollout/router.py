@@ -40,8 +40,7 @@ class Router:
         self._engines = {engine.name: engine for engine in engines}
         self._running = dict.fromkeys(names, 0)
         self._serving: set[str] = set()
-        self._timeouts_s = {Interruption.DRAIN: drain_timeout_s}
-        self._apply_timeout_s = apply_timeout_s
+        self.drain_timeout_s, self.apply_timeout_s = drain_timeout_s, apply_timeout_s
         self._why_fenced: dict[str, str] = {}
         self._reported: set[str] = set()
         self._busy_s = 0.0
@@ -112,11 +111,11 @@ class Router:
         return Update(acks, failed, now_s() - began_s)
 
     async def _update_one(self, engine: Engine, manifest: Manifest, interruption: Interruption) -> Ack | str:
-        what, limit_s = "pause", self._timeouts_s.get(interruption, self._apply_timeout_s)
+        what, limit_s = "pause", self.drain_timeout_s if interruption is Interruption.DRAIN else self.apply_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 await engine.pause(interruption)
-            what, limit_s = "apply and resume", self._apply_timeout_s
+            what, limit_s = "apply and resume", self.apply_timeout_s
             async with asyncio.timeout(limit_s):
                 ack = await engine.apply(manifest)
                 if (ack.version, ack.state_hash) != (manifest.version, manifest.state_hash):

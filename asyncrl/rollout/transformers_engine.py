@@ -8,6 +8,7 @@ import importlib.metadata
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from asyncrl.rollout.config import TransformersEngineConfig
 from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import ModelFacts, budget_tokens, read_facts, refuse_unservable
+from asyncrl.settings import validated
 from asyncrl.types import Status
 from asyncrl.weights.manifest import Manifest
 
@@ -36,13 +38,13 @@ class TransformersEngine:
     """One engine in a child process. Results are not streamed: a request's tokens come when it ends, and at each pause.
 
     Requests that start in one tick of the loop travel as one message, and so do the results of one forward pass.
-    Raises ConfigError with a transformers it was not tested with.
+    `settings` are the fields of `TransformersEngineConfig`. Raises ConfigError, also with a transformers it was not tested with.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "engine-0", config: TransformersEngineConfig | None = None) -> None:
+    def __init__(self, model: str | Path, *, name: str = "engine-0", **settings: Any) -> None:
         _require_tested_transformers()
         self.name = name
-        self._config = config or TransformersEngineConfig()
+        self._config = validated(TransformersEngineConfig, settings, name="engine")
         self._facts = _facts(model, self._config)
         self.capabilities = Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,

@@ -45,6 +45,10 @@ class RolloutWorker:
         """Tokens written so far by the rollouts that run now, counted from their sessions."""
         return Count(sum(session.num_tokens for session in self._sessions.values()), len(self._sessions))
 
+    def partial(self) -> list[tuple[RolloutKey, tuple[Sequence, ...]]]:
+        """What each running rollout has written so far; those without a token are left out."""
+        return [(key, session.sequences()) for key, session in self._sessions.items() if session.num_tokens]
+
     async def run(self, prompt: Prompt, *, group_id: int, index: int) -> Rollout:
         """The finished rollout; its status says whether it failed, `error` why.
 

@@ -22,6 +22,10 @@ class WeightsConfig(Section):
     """Engines see versions 0, k, 2k …"""
     interruption: Literal["keep", "recompute", "drain"] = "keep"
     """What an update does to running requests: go on with the old keys and values, with recomputed ones, or finish first."""
+    drain_timeout_s: float = Field(default=600.0, gt=0)
+    """With `drain`: an engine whose running rollouts take longer is fenced."""
+    apply_timeout_s: float = Field(default=120.0, gt=0)
+    """An engine that takes longer to pause, or to verify and apply a version, is fenced."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of published parameters, rounded to nearest even from the trainer's float32. Buffers keep their own dtype."""
     anchor_every_versions: int | None = Field(default=None, ge=1)

@@ -220,6 +220,23 @@ def test_equal_rewards_stay_when_told_so_and_single_rollouts_always():
     run_virtual(main())
 
 
+def test_the_mean_reward_is_that_before_the_filter():
+    async def main():
+        buffer = make_buffer(groups_per_step=1)
+        first, second = await admit_all(buffer)
+        complete_group(buffer, first.group_id, version=0, rewards=(1.0, 1.0))
+        assert buffer.metrics().result()["reward/total/mean"] == 1.0
+        complete_group(buffer, second.group_id, version=0, rewards=(0.0, 1.0))
+        assert "reward/total/mean" not in buffer.metrics().result()
+        (third,) = await admit_all(buffer)
+        complete_group(buffer, third.group_id, version=0, rewards=(1.0, 1.0))
+        assert len((await buffer.take()).groups) == 1
+        result = buffer.metrics().result()
+        assert (result["reward/total/mean"], result["reward/rollouts/sum"]) == (0.75, 4.0)
+        assert result["reward/source.train/mean"] == 0.75
+    run_virtual(main())
+
+
 def test_a_zero_variance_group_is_replaced_at_once():
     async def main():
         buffer = make_buffer(window=1)

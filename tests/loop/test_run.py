@@ -63,11 +63,21 @@ def fake(name: str = "fake", **settings: object) -> FakeEngine:
 def test_every_interruption_keeps_bound_and_ledger(model: Path, tmp_path: Path, interruption: str) -> None:
     reports, run = train(make_run(model, tmp_path, [fake(in_place_recompute=False)], interruption=interruption), 8)
     assert [report.index for report in reports] == list(range(1, 9))
+    assert all(0.0 <= report["reward/total/mean"] <= 1.0 for report in reports)
     assert max(report["staleness/token/max"] for report in reports) <= 2
     assert run.buffer.version == 8
     if interruption == "drain":
         sequences = [sequence for report in reports for rollout in report.batch.rollouts for sequence in rollout.sequences]
         assert all(len(sequence.spans) == 1 for sequence in sequences), "an update that waits leaves no rollout with two versions"
+
+
+def test_interrupted_rollouts_are_journaled_with_what_they_had_written(model: Path, tmp_path: Path) -> None:
+    _, run = train(make_run(model, tmp_path, [fake(token_s=0.01)], group_size=8, depth_groups="max"), 8)
+    partial = [event for event in run.recorder.events if event.kind == "partial"]
+    assert partial
+    assert all(int(event.detail.split()[0]) >= 1 for event in partial)
+    assert [event.subject for event in run.recorder.events if event.kind == "step_done"] == list(range(8))
+    assert run.recorder.open_batches == ()
 
 
 def test_the_probe_waits_for_a_published_version(model: Path, tmp_path: Path) -> None:

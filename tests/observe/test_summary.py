@@ -8,7 +8,7 @@ from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_cu
 
 
 def row(step: int, reward: float | None = None, scored: float = 1, **more: float) -> dict[str, float]:
-    scores = {} if reward is None else {"reward/total/mean": reward, "rollout/scored/sum": scored}
+    scores = {} if reward is None else {"reward/total/mean": reward, "reward/rollouts/sum": scored}
     return {"step": step, **scores, **more}
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from asyncrl.errors import ChildDied, EngineError, WeightSyncError, WrongBase
-from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.inline_wave import sample
@@ -104,7 +103,7 @@ def test_requests_beyond_one_wave_wait_for_the_next(model: PublishedModel) -> No
         assert versions == [0] * 4 + [1] * (len(tasks) - 4)
 
     with asyncio.Runner() as runner:
-        rig = _rig(model, runner, InlineEngineConfig(max_batch_requests=4))
+        rig = _rig(model, runner, max_batch_requests=4)
         rig.run(main(rig))
         rig.run(rig.engine.close())
 
@@ -225,7 +224,7 @@ async def _until_sampled(engine: InlineEngine, count: int) -> None:
     raise AssertionError(f"the first request of the wave did not reach {count} tokens")
 
 
-def _rig(model: PublishedModel, runner: asyncio.Runner, config: InlineEngineConfig | None = None) -> Rig:
-    engine = InlineEngine(model.folder, config=config)
+def _rig(model: PublishedModel, runner: asyncio.Runner, **settings: int) -> Rig:
+    engine = InlineEngine(model.folder, **settings)
     runner.run(engine.start(model.paths))
     return Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))

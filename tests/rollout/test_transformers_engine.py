@@ -18,7 +18,6 @@ import pytest
 from asyncrl.channel import Reply
 from asyncrl.child import Child
 from asyncrl.errors import ChildDied, ConfigError, EngineError
-from asyncrl.rollout.config import TransformersEngineConfig
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.transformers_engine import TESTED_TRANSFORMERS, TransformersEngine
 from asyncrl.types import Sampling, Status
@@ -34,12 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
 
 @pytest.fixture(scope="module")
 def rig(model: PublishedModel) -> Iterator[Rig]:
-    yield from _rigs(model, TransformersEngineConfig(max_running_requests=16))
+    yield from _rigs(model, max_running_requests=16)
 
 
 @pytest.fixture
 def cramped_rig(model: PublishedModel) -> Iterator[Rig]:
-    yield from _rigs(model, TransformersEngineConfig(kv_cache_tokens=256, max_running_requests=12, max_batch_tokens=16))
+    yield from _rigs(model, kv_cache_tokens=256, max_running_requests=12, max_batch_tokens=16)
 
 
 def test_nothing_is_sampled_before_an_anchor(model: PublishedModel, rig: Rig) -> None:
@@ -145,7 +144,7 @@ def test_the_context_is_the_models_the_settings_or_the_caches(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "vocab_size": 16, "eos_token_id": 1}))
 
     def context_tokens(**settings: int) -> int:
-        return TransformersEngine(tmp_path, config=TransformersEngineConfig(**settings)).capabilities.context_tokens
+        return TransformersEngine(tmp_path, **settings).capabilities.context_tokens
 
     assert context_tokens() == 1024
     assert context_tokens(context_tokens=100) == 100
@@ -196,9 +195,9 @@ def test_the_controllers_side_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0
 
 
-def _rigs(model: PublishedModel, config: TransformersEngineConfig) -> Iterator[Rig]:
+def _rigs(model: PublishedModel, **settings: int) -> Iterator[Rig]:
     with asyncio.Runner() as runner:
-        engine = TransformersEngine(model.folder, config=config)
+        engine = TransformersEngine(model.folder, **settings)
         runner.run(engine.start(model.paths))
         yield Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))
         runner.run(engine.close())
