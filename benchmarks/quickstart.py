@@ -55,6 +55,7 @@ def main() -> None:
               "rl_wall_s": {"median": statistics.median(walls), "worst": max(walls)},
               "reward_first_most": max(run["summary"]["reward_first"] for run in runs),
               "reward_last_least": min(run["summary"]["reward_last"] for run in runs), "runs": runs}
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(runs)
     print(json.dumps({key: value for key, value in result.items() if key not in ("runs", "machine")}, indent=1))
