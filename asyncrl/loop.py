@@ -41,10 +41,10 @@ from asyncrl.rollout.probe import judge, measure_parity
 from asyncrl.rollout.prompts import PromptSource, complete_prompt
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.task_config import ProbeConfig
-from asyncrl.rollout.tokenizer import Tokenizer
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.settings import validated
 from asyncrl.sync import WeightSync
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch, Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig

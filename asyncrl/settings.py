@@ -12,9 +12,9 @@ from asyncrl.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Settings of one part: frozen, and an unknown key is an error."""
+    """Settings of one part: frozen; an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 S = TypeVar("S", bound=BaseModel)

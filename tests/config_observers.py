@@ -28,8 +28,8 @@ from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.evaluate import Evaluation
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
 from asyncrl.rollout.router import Router
-from asyncrl.rollout.tokenizer import Tokenizer
 from asyncrl.sync import WeightSync
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.train import rank as rank_module
 from asyncrl.train import trainer as trainer_module
 from asyncrl.train.batch import pack

@@ -121,6 +121,7 @@ def test_an_unknown_key_without_neighbour_is_shown_what_there_is():
     ({"sampling__temperature": 0}, "sampling.temperature"), ({"sampling__max_new_tokens": 0}, "sampling.max_new_tokens"),
     ({"run__steps": 0}, "run.steps"), ({"run__name": ""}, "run.name"), ({"weights__publish_every_steps": 0}, "weights.publish_every_steps"),
     ({"warm_up__until_accuracy": 1.0}, "warm_up.until_accuracy"), ({"eval__every_steps": 0}, "eval.every_steps"),
+    ({"trainer__learning_rate": float("inf")}, "trainer.learning_rate"), ({"sampling__temperature": float("nan")}, "sampling.temperature"),
     ({"loss__clip_low": 1.5}, "loss.clip_low"), ({"trainer__step_timeout_s": 0}, "trainer.step_timeout_s")])
 def test_a_value_out_of_range_is_refused_at_load(changes, field):
     assert refused(**changes).field == field

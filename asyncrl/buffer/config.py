@@ -51,13 +51,13 @@ class BufferConfig(Section):
     """Slots the run wants to hold at once: `auto` follows the trainer's waiting, `max` is all the bound allows."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """Groups whose valid rewards are all equal carry no gradient under a group baseline."""
-    zero_variance_tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    zero_variance_tolerance: float = Field(default=1e-6, ge=0)
     """Rewards are equal when max − min is at most this; the standard deviation of equal float32 rewards need not be 0."""
     min_valid_rollouts: int | None = Field(default=None, ge=1)
     """A group with fewer rollouts without error is dropped. None: 2, or 1 when `group_size` is 1."""
     max_bytes: int | None = Field(default=None, ge=1)
     """No group is admitted while the stored arrays take this much, unless what the next publish needs is not admitted yet."""
-    stall_timeout_s: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    stall_timeout_s: float = Field(default=1800.0, gt=0)
     """A wait that sees nothing happen for so long raises BufferStarved; it must exceed the longest rollout and the longest step."""
     max_empty_fills: int = Field(default=8, ge=1)
     """After so many batches' worth of zero-variance groups, with none kept between them, the run stops with a diagnosis."""

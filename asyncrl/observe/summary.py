@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-EDGE_STEPS = 5
-"""`reward_first` and `reward_last` average over so many steps, so that one lucky batch does not make them."""
+EDGE_STEPS = 3
+"""`reward_first` and `reward_last` average over so many steps: one lucky batch does not make them, nor what the run learns meanwhile."""
 
 
 def edge_rewards(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:

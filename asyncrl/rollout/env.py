@@ -21,7 +21,7 @@ from asyncrl.rollout.engine import Chunk, GenerationRequest
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
-from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Sampling, Sequence, SequenceBuilder, Status
 
 

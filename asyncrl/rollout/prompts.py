@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt
 
 

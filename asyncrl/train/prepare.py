@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.functions import load_function, source_file
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelConfig, ModelFolder, ModelFunction, NoWarmUp, WarmUpConfig
 
 
@@ -117,23 +118,17 @@ def _end_of_sequence(eos_tokens: int | list[int] | None, folder: Path) -> int:
 
 
 class _Examples:
-    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token.
-
-    Reads `tokenizer.json` itself, as the rollouts do: `AutoTokenizer` guesses special tokens where tokenizer_config.json is missing.
-    """
+    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token."""
 
     def __init__(self, folder: Path, *, eos_token: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = Tokenizer(folder)
         self._eos_token = eos_token
 
     def rows(self, pairs: Iterable[tuple[str, str]], *, field: str) -> tuple[Any, Any]:
         """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned. Raises ConfigError when there is no pair."""
         import torch
 
-        encoded = [(self._tokenizer.encode(prompt).ids, self._tokenizer.encode(completion, add_special_tokens=False).ids)
-                   for prompt, completion in pairs]
+        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode_rest(completion)) for prompt, completion in pairs]
         if not encoded:
             raise ConfigError(field, value="no more pairs", allowed="endless examples, and at least one held-out pair",
                               remedy="Start again at the end of the data (itertools.cycle).")

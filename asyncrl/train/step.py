@@ -23,6 +23,7 @@ from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
 from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
 from asyncrl.correction.weights import correct, weigh
+from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
@@ -79,10 +80,14 @@ class Traces:
 
 
 def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
-    """Train on a batch; every rank calls it with the same one. Raises StalenessError for a token newer than the batch's version."""
+    """Train on a batch; every rank calls it with the same one.
+
+    Raises StalenessError for a token newer than the batch's version, ShapeError for forked rollouts in a loss that counts sequences.
+    """
     began_s = time.perf_counter()
     if batch.num_loss_tokens == 0:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=False, trained_tokens=0)
+    _require_whole_rollouts(batch, aggregation=trainee.config.loss.aggregation)
     tokens = _tokens(trainee, batch)
     tokens.check()
     correction = trainee.config.build_correction()
@@ -108,6 +113,15 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
                        trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected))
+
+
+def _require_whole_rollouts(batch: PackedBatch, *, aggregation: str) -> None:
+    """A rollout weighs 1; a mean over sequences would count each of its sequences."""
+    rollouts, sequences = np.unique(batch.rollout_ids, return_counts=True)
+    if aggregation not in ("token_mean", "token_sum") and bool((sequences > 1).any()):
+        forked = int(np.argmax(sequences > 1))
+        raise ShapeError(f"loss.aggregation = {aggregation!r} averages over sequences, and rollout {rollouts[forked]} of the batch has "
+                         f"{sequences[forked]}: it would weigh {sequences[forked]} times. Use token_mean or token_sum.")
 
 
 def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...]:

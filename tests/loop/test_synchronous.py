@@ -72,7 +72,7 @@ async def run_by_hand(model: Path, folder: Path) -> tuple[list[float], int]:
 
 
 def _tokenizer(model: Path):
-    from asyncrl.rollout.tokenizer import Tokenizer
+    from asyncrl.tokenizer import Tokenizer
 
     return Tokenizer(model)
 

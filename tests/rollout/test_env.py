@@ -16,7 +16,7 @@ from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.env import Outcome, Session, SingleTurn, Turn
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
 from asyncrl.rollout.router import Router
-from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Sampling, Span, Status
 from tests.rollout.rollout_fakes import KEY, ScriptedEngine, chunk, requests_of, router_of, session_of, write_tokenizer
 

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.prompts import PromptSource, complete_prompt, read_jsonl
 from asyncrl.rollout.seeds import derive_seed
-from asyncrl.rollout.tokenizer import Tokenizer
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt
 from tests.rollout.rollout_fakes import write_tokenizer
 

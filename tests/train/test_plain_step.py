@@ -15,10 +15,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from asyncrl.errors import ShapeError
 from asyncrl.types import Batch, Rollout, Sequence, SequenceBuilder, Status
 from tests.tiny_model import make_tiny_model
 from tests.train.plain_step import CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_TOKENS, PlainStep, plain_step
-from tests.train.train_data import batch_of, inline_rank, rollout, step_on
+from tests.train.train_data import batch_of, inline_rank, rollout, step_on, weights
 
 MODELS = ("qwen3 tied", "qwen3 untied", "llama tied", "llama untied", "qwen2 tied", "qwen2 untied")
 
@@ -46,8 +47,8 @@ def _save(config: type[PretrainedConfig], model: type[PreTrainedModel], folder: 
     return folder
 
 
-def tangled_batch(random: np.random.Generator) -> Batch:
-    """Groups of 1 to 5, some with one and the same prompt; forks, environment tokens inside, failures, masked and empty rows."""
+def tangled_batch(random: np.random.Generator, *, forks: bool) -> Batch:
+    """Groups of 1 to 5, some with one and the same prompt; environment tokens inside, failures; with forks masked and empty rows too."""
     common = random.integers(0, 16, int(random.integers(1, 9))).tolist()
     rollouts: list[Rollout] = []
     for group in random.permutation(int(random.integers(1, 6))).tolist():
@@ -55,11 +56,11 @@ def tangled_batch(random: np.random.Generator) -> Batch:
         temperature = float(random.choice([0.5, 1.0, 1.7]))
         for index in range(int(random.integers(1, 6))):
             sequences = [_several_turns(random, prompt)]
-            if random.random() < 0.3:
+            if forks and random.random() < 0.3:
                 sequences.append(_several_turns(random, prompt[:max(1, len(prompt) - 2)]))
-            if random.random() < 0.1:
+            if forks and random.random() < 0.1:
                 sequences.append(_several_turns(random, prompt).masked())
-            if random.random() < 0.1:
+            if forks and random.random() < 0.1:
                 sequences.append(SequenceBuilder(prompt).build())
             status = Status.REWARD_ERROR if random.random() < 0.15 else Status.STOP
             rollouts.append(rollout(7 * group + 3, index, *sequences, reward=float(random.choice([0.0, 0.3, 1.0])), status=status,
@@ -91,7 +92,8 @@ def any_settings(random: np.random.Generator) -> PlainStep:
 @pytest.mark.parametrize("seed", range(48))
 def test_a_step_equals_one_written_plainly(seed: int, models: dict[str, Path], tmp_path: Path) -> None:
     random = np.random.default_rng(seed)
-    folder, batch, how = models[MODELS[seed % len(MODELS)]], tangled_batch(random), any_settings(random)
+    folder, how = models[MODELS[seed % len(MODELS)]], any_settings(random)
+    batch = tangled_batch(random, forks=how.aggregation.startswith("token"))
     if not any(sequence.loss_mask.any() for r in batch.rollouts if not r.status.is_error for sequence in r.sequences):
         pytest.fail("the seed makes a batch without loss tokens: nothing is compared")
     plain = plain_step(folder, batch, how)
@@ -111,3 +113,16 @@ def test_a_step_equals_one_written_plainly(seed: int, models: dict[str, Path], t
     moved = max(float((plain.weights[name] - before).detach().abs().max()) for name, before in start.items())
     for name, parameter in rank._lm.named_parameters():
         torch.testing.assert_close(parameter.double(), plain.weights[name], rtol=0, atol=1e-3 * moved + 1e-7)
+
+
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"])
+def test_a_forked_rollout_is_refused_where_it_would_weigh_more_than_one(aggregation: str, models: dict[str, Path], tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = [_several_turns(random, [3, 4]) for _ in range(3)]
+    forked = batch_of(rollout(5, 0, rows[0], rows[1], reward=1.0), rollout(5, 1, rows[2]))
+    rank = inline_rank(models[MODELS[0]], tmp_path, loss={"kind": "decoupled_ppo", "aggregation": aggregation,
+                                                          "max_tokens": 8 if aggregation == "dr_grpo" else None})
+    before = weights(rank)
+    with pytest.raises(ShapeError, match="rollout 0 of the batch has 2"):
+        step_on(rank, forked)
+    assert all(torch.equal(before[name], after) for name, after in weights(rank).items())

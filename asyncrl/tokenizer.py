@@ -33,6 +33,10 @@ class Tokenizer:
         prefix, rest = encoded.ids[:len(added)], encoded.ids[len(added):]
         return tuple(rest if added and rest[:len(added)] == prefix else encoded.ids)
 
+    def encode_rest(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that goes on, without special tokens."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
         """Text of `tokens` without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)

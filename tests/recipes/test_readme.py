@@ -1,0 +1,33 @@
+"""The README tells the truth of what lies beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_script_shown_is_the_script_in_recipes() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert shown == (ROOT / "recipes" / "minimal.py").read_text(encoding="utf-8")
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_figures_of_the_quickstart_are_those_of_its_json() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    runs = [run["summary"] for run in result["runs"]]
+    before = f"{100 * min(run['eval_before'] for run in runs):.0f}–{100 * max(run['eval_before'] for run in runs):.0f}%"
+    after = f"{100 * min(run['eval_after'] for run in runs):.0f}–{100 * max(run['eval_after'] for run in runs):.0f}%"
+    seconds = f"{result['rl_wall_s']['median']:.0f} s in the median of {len(runs)} seeds, {result['rl_wall_s']['worst']:.0f} s in the worst"
+    assert before in README
+    assert after in README
+    assert seconds in README
+    assert all(run["reward_first"] <= 0.35 and run["reward_last"] >= 0.70 and run["ledger_closed"] for run in runs)
