@@ -40,7 +40,7 @@ class Meter:
         tokens = taken.result().get("rollout/tokens/sum", 0.0)
         taken.last("train/period_s/last", period_s)
         taken.last("trainer/wait_frac/last", waited_s / period_s)
-        taken.last("engine/wait_frac/last", 1.0 - (busy_s - self._busy_s) / period_s)
+        taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))  # rounding may leave −1e-16
         taken.last("rollout/tokens_per_s/last", tokens / period_s)
         taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
         self._at_s, self._busy_s = now, busy_s
