@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, commit, machine
+from matplotlib.figure import Figure
 
 from asyncrl.observe.jsonl import read_jsonl
 from asyncrl.observe.summary import reward_curve
@@ -57,24 +58,23 @@ def main() -> None:
               "reward_last_least": min(run["summary"]["reward_last"] for run in runs), "runs": runs}
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    draw(runs)
+    draw(runs).savefig(PICTURE)
     print(json.dumps({key: value for key, value in result.items() if key not in ("runs", "machine")}, indent=1))
 
 
-def draw(runs: list[dict[str, Any]]) -> None:
+def draw(runs: list[dict[str, Any]]) -> Figure:
     """One line a seed, with the held-out reward before and after."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7.5, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for run, colour in zip(runs, ("#2a6f97", "#d62828", "#588157", "#9c6644"), strict=False):
-        axes.plot(run["steps"], run["rewards"], color=colour, linewidth=1.4, label=f"seed {run['seed']}, {run['summary']['wall_s']:.0f} s")
-        axes.plot([0, run["steps"][-1]], [run["summary"]["eval_before"], run["summary"]["eval_after"]], "o", color=colour, markersize=5)
+    for run in runs:
+        (line,) = axes.plot(run["steps"], run["rewards"], linewidth=1.4, label=f"seed {run['seed']}, {run['summary']['wall_s']:.0f} s")
+        axes.plot([0, run["steps"][-1]], [run["summary"]["eval_before"], run["summary"]["eval_after"]], "o", color=line.get_color(),
+                  markersize=5)
     axes.set(xlabel="step (512 rollouts)", ylabel="mean reward", ylim=(0, 1),
              title="asyncrl quickstart, two CPU cores (dots: held-out sums)")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
-    figure.savefig(PICTURE)
+    return figure
 
 
 if __name__ == "__main__":

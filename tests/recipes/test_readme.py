@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,8 +24,12 @@ def test_every_link_leads_to_a_file() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def quickstart() -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+
+
 def test_the_figures_of_the_quickstart_are_those_of_its_json() -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "quickstart.json").read_text(encoding="utf-8"))
+    result = quickstart()
     runs = [run["summary"] for run in result["runs"]]
     before = f"{100 * min(run['eval_before'] for run in runs):.0f}–{100 * max(run['eval_before'] for run in runs):.0f}%"
     after = f"{100 * min(run['eval_after'] for run in runs):.0f}–{100 * max(run['eval_after'] for run in runs):.0f}%"
@@ -31,3 +38,13 @@ def test_the_figures_of_the_quickstart_are_those_of_its_json() -> None:
     assert after in README
     assert seconds in README
     assert all(run["reward_first"] <= 0.35 and run["reward_last"] >= 0.70 and run["ledger_closed"] for run in runs)
+    assert re.findall(r"(\w+) seeds", README) == [str(len(runs))] * 3
+
+
+def test_the_picture_shows_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runs = quickstart()["runs"]
+    (axes,) = runpy.run_path(str(ROOT / "benchmarks" / "quickstart.py"))["draw"](runs).axes
+    shown = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    assert [list(line.get_ydata()) for line in shown] == [run["rewards"] for run in runs]
+    assert len({line.get_color() for line in shown}) == len(runs)
