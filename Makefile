@@ -15,10 +15,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
-# torch first and alone: with a version pinned it is the CPU build, left to another package's range it is several GB of CUDA.
+# torch first and alone: another package's range would take a newer one. PyPI's build for Linux brings several GB of CUDA, which works
+# and is not needed; TORCH_INDEX=URL takes the small one.
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
