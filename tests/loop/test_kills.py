@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
-from asyncrl.errors import RunAborted
+from asyncrl.errors import ChildDied, RunAborted
 from asyncrl.loop import Run, RunOptions
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.prompts import PromptSource
@@ -85,7 +85,7 @@ def test_a_killed_engine_ends_the_run_with_its_cause(model: Path, tmp_path: Path
                 if report.index == 2:
                     os.kill(pid_of("engine-0"), signal.SIGKILL)
 
-    with pytest.raises((RunAborted, Exception), match="signal 9"):
+    with pytest.raises((RunAborted, ChildDied), match="signal 9"):
         asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert not [pid for pid in descendants(os.getpid()) if any(str(tmp_path) in link for link in open_files(pid))]
 

@@ -18,6 +18,7 @@ from asyncrl.types import Batch
 from tests.train.train_data import BETA1, batch_of, inline_rank, random_batch, rollout, sequence, step_on
 
 LIMIT_S = 120.0
+NOTICED_S = 5.0
 
 
 def with_ranks(model: Path, folder: Path, use: Callable[[Trainer], Awaitable[None]], *, processes: int, **settings: object) -> None:
@@ -44,14 +45,20 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 async def killed_mid_step(trainer: Trainer, batch: Batch) -> StepResult:
-    """Stop one rank, so that the step cannot end; kill it when the other has been sent the step."""
-    _, stopped = trainer._ranks._children
+    """Stop one rank, so that the step cannot end; kill it when the other has been sent the step. Neither is left in time."""
+    ranks = trainer._ranks._children
+    stopped = ranks[1]
     os.kill(stopped.pid, signal.SIGSTOP)
     step = asyncio.create_task(trainer.step(batch))
     for _ in range(10):
         await asyncio.sleep(0)
     os.kill(stopped.pid, signal.SIGKILL)
-    return await step
+    async with asyncio.timeout(NOTICED_S):
+        reasons = await asyncio.gather(*(rank.wait_exit() for rank in ranks))
+    assert all("signal 9" in reason for reason in reasons)
+    result = await step
+    assert {rank.pid for rank in trainer._ranks._children}.isdisjoint(rank.pid for rank in ranks)
+    return result
 
 
 def unequal_batch() -> Batch:
