@@ -6,7 +6,7 @@ from asyncrl.clock import now_s
 from asyncrl.metrics import Metrics
 from asyncrl.rollout.probe import Parity
 from asyncrl.rollout.router import Router
-from asyncrl.types import Rollout
+from asyncrl.types import Rollout, Status
 
 
 class Meter:
@@ -25,7 +25,7 @@ class Meter:
         if rollout.status.is_error:
             self._metrics.sum(f"rollout/error.{rollout.status.value}/sum", 1)
             return
-        self._metrics.mean("rollout/truncated_frac/mean", float(rollout.status.value == "length"), count=1)
+        self._metrics.mean("rollout/truncated_frac/mean", float(rollout.status is Status.LENGTH), count=1)
 
     def probed(self, parity: Parity) -> None:
         """The parity probe ran: mismatch at equal version, apart from staleness."""
