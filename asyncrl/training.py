@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from asyncrl.rollout.prompts import PromptSource, read_jsonl
 from asyncrl.rollout.task_config import FunctionData, JsonlData, JsonlPrompts, PromptsConfig, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.run_folder import Echo, RunFolder
-from asyncrl.train.prepare import cache_key
+from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
@@ -96,7 +97,10 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Echo) -> Path:
         try:
             await child.call("prepare", timeout_s=_PREPARE_TIMEOUT_S)
         finally:
-            await child.close()
+            try:
+                await child.close()
+            finally:
+                shutil.rmtree(building_folder(folder, pid=child.pid), ignore_errors=True)
         echo(f"model: prepared in {time.monotonic() - began_s:.0f} s, {folder}")
     return folder
 

@@ -59,12 +59,23 @@ class PromptSource:
 def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
     """The prompt with id and tokens filled in where they were empty. Raises ConfigError when it is none, or holds nothing."""
     _require_prompt(prompt)
-    tokens = prompt.tokens or tokenizer.encode(prompt.text)
+    tokens = prompt.tokens or tokenizer.encode(_encodable(prompt.text))
     if not tokens:
         raise ConfigError("prompts", value=prompt.text, allowed="prompts of at least one token",
                           remedy="Remove empty prompts from the data.")
     text = prompt.text or tokenizer.decode(tokens)
     return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tuple(tokens), text=text)
+
+
+def _encodable(text: str) -> str:
+    """The text; JSON may hold halves of surrogate pairs (`"\\ud83d"`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20):error.end + 20]
+        raise ConfigError("prompts", value=around, allowed="text that UTF-8 can hold",
+                          remedy=f"Mend or remove character {error.start} of this prompt: half of a surrogate pair.") from error
+    return text
 
 
 def _require_prompt(prompt: object) -> None:

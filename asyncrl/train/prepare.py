@@ -50,7 +50,7 @@ def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[
     Where another run has finished the same folder meanwhile, that one stays. Raises ConfigError for a missing model or examples that
     end, RunAborted when the accuracy is not reached.
     """
-    building = folder.with_name(f"{folder.name}.{os.getpid()}")
+    building = building_folder(folder, pid=os.getpid())
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     try:
@@ -67,6 +67,11 @@ def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return report
+
+
+def building_folder(folder: Path, *, pid: int) -> Path:
+    """Where process `pid` builds `folder`. Whoever kills it removes this one: a killed process cannot."""
+    return folder.with_name(f"{folder.name}.{pid}")
 
 
 def _publish(building: Path, folder: Path) -> None:

@@ -126,3 +126,10 @@ def test_seeds_depend_on_their_parts_alone():
     assert derive_seed(0, 1, 2) == derive_seed("0", 1, 2) == 3138473850163287390
     assert len({derive_seed(0, 1, 2), derive_seed(0, 12), derive_seed(0, 2, 1), derive_seed(1, 1, 2)}) == 4
     assert all(0 <= derive_seed(0, n) < 2**63 for n in range(1000))
+
+
+def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": "12\ud83d"}) + "\n")
+    with pytest.raises(ConfigError, match="character 2 of this prompt"):
+        next(PromptSource(path).stream(tokenizer))

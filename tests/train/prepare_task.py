@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,18 @@ def half_a_model(folder: Path) -> None:
     """The disk is full after the first file."""
     (folder / "config.json").write_text("{}", encoding="utf-8")
     raise OSError("no space left on device")
+
+
+def killed_half_way(folder: Path) -> None:
+    """The machine is out of memory after the first file."""
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def endless(folder: Path) -> None:
+    """Somebody interrupts it after the first file."""
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    signal.pause()
 
 
 def tiny_model(folder: Path, *, hidden: int, eos_token: int | None = 1) -> None:
