@@ -47,8 +47,8 @@ class RunSection(Section):
     seed: int = 0
     folder: str = "runs"
     probe: ProbeConfig = ProbeConfig()
-    sample_every_steps: int = Field(default=20, ge=1)
-    """How often one group is written to samples.jsonl: text, tokens, logprobs, versions, mask."""
+    rollouts_every_steps: int = Field(default=20, ge=1)
+    """How often one group is written to rollouts.jsonl: text, tokens, logprobs, versions, mask."""
     wandb: Annotated[NoWandb | Wandb, Field(discriminator="kind")] = NoWandb()
 
 

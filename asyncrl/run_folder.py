@@ -13,7 +13,7 @@ from asyncrl.accounting import Account
 from asyncrl.config import RunConfig, Wandb, dump_config
 from asyncrl.loop import StepReport
 from asyncrl.observe.console import HEADER, step_line
-from asyncrl.observe.jsonl import JsonlWriter, sample_rows
+from asyncrl.observe.jsonl import JsonlWriter, rollout_rows
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
@@ -23,7 +23,7 @@ Echo = Callable[[str], None]
 
 
 class RunFolder:
-    """Everything a run writes: resolved configuration, metrics, samples, summary, picture; and the console and tracker beside them."""
+    """Everything a run writes: resolved configuration, metrics, rollouts, summary, picture; and the console and tracker beside them."""
 
     def __init__(self, config: RunConfig, *, echo: Echo) -> None:
         self.path = folder = Path(config.run.folder) / config.run.name
@@ -33,7 +33,7 @@ class RunFolder:
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         self._config, self._echo = config, echo
         self._metrics = JsonlWriter(folder / "metrics.jsonl")
-        self._samples = JsonlWriter(folder / "samples.jsonl")
+        self._rollouts = JsonlWriter(folder / "rollouts.jsonl")
         self._wandb: WandbWriter | None = None
         self._rows: list[dict[str, float]] = []
         self._evaluations: dict[int, float] = {}
@@ -60,9 +60,9 @@ class RunFolder:
         self._rows.append(row)
         self._write({"trainer_step": report.index, **row})
         self._echo(step_line(report.index, report.metrics, max_staleness=self._config.buffer.max_staleness))
-        if (report.index - 1) % self._config.run.sample_every_steps == 0:
-            for sample in sample_rows(report.batch.groups[0], step=report.index, decode=decode):
-                self._samples.write(sample)
+        if (report.index - 1) % self._config.run.rollouts_every_steps == 0:
+            for rollout in rollout_rows(report.batch.groups[0], step=report.index, decode=decode):
+                self._rollouts.write(rollout)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Note one evaluation."""
@@ -106,7 +106,7 @@ class RunFolder:
     def close(self) -> None:
         """Close every file and tracker."""
         self._metrics.close()
-        self._samples.close()
+        self._rollouts.close()
         if self._wandb:
             self._wandb.close()
             if self._wandb.dropped:

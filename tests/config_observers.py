@@ -319,7 +319,7 @@ def folder(config: RunConfig, scene: Scene) -> object:
     for index in (1, 2, 3):
         written.stepped(StepReport(index, index, {}, random_batch(0)), decode=lambda tokens: "")
     written.close()
-    return str(written.path), (written.path / "samples.jsonl").read_text(), trackers
+    return str(written.path), (written.path / "rollouts.jsonl").read_text(), trackers
 
 
 def prepared(config: RunConfig, scene: Scene) -> object:

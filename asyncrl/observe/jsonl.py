@@ -1,4 +1,4 @@
-"""One JSON object a line: metrics and sampled rollouts, readable while the run goes on."""
+"""One JSON object a line: metrics, and a group of rollouts now and then, readable while the run goes on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def sample_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
+def rollout_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
     """Rows that show each rollout of a group token by token: text, tokens, logprobs, versions, mask, reward, status, error."""
     return [{"step": step, "prompt_id": group.prompt.prompt_id, "group_id": group.group_id, "index": rollout.index,
              "status": rollout.status.value, "error": rollout.error, "rewards": dict(rollout.rewards), "text": decode(sequence.tokens),

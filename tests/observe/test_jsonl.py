@@ -1,4 +1,4 @@
-"""Rows on disk: readable at once, valid JSON whatever the numbers, samples that load again token by token."""
+"""Rows on disk: readable at once, valid JSON whatever the numbers, rollouts that load again token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from asyncrl.observe.jsonl import JsonlWriter, read_jsonl, sample_rows
+from asyncrl.observe.jsonl import JsonlWriter, read_jsonl, rollout_rows
 from asyncrl.types import Prompt, Rollout, RolloutGroup, SequenceBuilder, Status
 
 
@@ -40,17 +40,17 @@ def test_a_line_break_in_a_text_does_not_break_the_row(tmp_path):
     assert read_jsonl(path) == [{"text": "a\nb\u2028c"}]
 
 
-def test_a_sampled_rollout_loads_again_token_by_token(tmp_path):
+def test_a_rollout_loads_again_token_by_token(tmp_path):
     builder = SequenceBuilder([5, 6])
     builder.sampled(np.asarray([7, 8], np.int32), logprobs=np.asarray([-0.25, -1.5], np.float32), policy_version=3, kv_fresh=True, turn=0)
     builder.given([9], turn=1)
     builder.sampled(np.asarray([1], np.int32), logprobs=np.asarray([-0.5], np.float32), policy_version=4, kv_fresh=True, turn=1)
     rollout = Rollout("sums/7", 12, 3, (builder.build(),), Status.STOP, {"exact": np.float32(1.0)})
-    rows = sample_rows(RolloutGroup(12, Prompt(prompt_id="sums/7"), (rollout,)), step=40, decode=lambda tokens: "".join(map(str, tokens)))
-    writer = JsonlWriter(tmp_path / "samples.jsonl")
+    rows = rollout_rows(RolloutGroup(12, Prompt(prompt_id="sums/7"), (rollout,)), step=40, decode=lambda tokens: "".join(map(str, tokens)))
+    writer = JsonlWriter(tmp_path / "rollouts.jsonl")
     writer.write(rows[0])
     writer.close()
-    assert read_jsonl(tmp_path / "samples.jsonl") == [{
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == [{
         "step": 40, "prompt_id": "sums/7", "group_id": 12, "index": 3, "status": "stop", "error": "",
         "rewards": {"exact": 1.0}, "text": "567891",
         "tokens": [5, 6, 7, 8, 9, 1], "loss_mask": [0, 0, 1, 1, 0, 1], "rollout_logprobs": [0, 0, -0.25, -1.5, 0, -0.5],
@@ -60,5 +60,5 @@ def test_a_sampled_rollout_loads_again_token_by_token(tmp_path):
 def test_each_sequence_of_each_rollout_has_a_row():
     def rollout(index: int, sequences: int) -> Rollout:
         return Rollout("p", 1, index, tuple(SequenceBuilder([1]).build() for _ in range(sequences)), Status.ENV_ERROR)
-    rows = sample_rows(RolloutGroup(1, Prompt(prompt_id="p"), (rollout(0, 2), rollout(1, 0), rollout(2, 1))), step=1, decode=str)
+    rows = rollout_rows(RolloutGroup(1, Prompt(prompt_id="p"), (rollout(0, 2), rollout(1, 0), rollout(2, 1))), step=1, decode=str)
     assert [row["index"] for row in rows] == [0, 0, 2]

@@ -31,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs folder after a short quickstart from a hasty warm-up."""
     folder = tmp_path_factory.mktemp("runs")
     run("-m", "asyncrl.cli", "train", str(QUICKSTART), f"run.folder={folder}", "run.steps=6", "eval.every_steps=3", "eval.limit=32",
-        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.sample_every_steps=2")
+        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.rollouts_every_steps=2")
     return folder
 
 
@@ -51,8 +51,8 @@ def test_the_quickstart_leaves_what_it_promises(finished: Path) -> None:
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5, 6]
     assert len([row for row in rows if "eval/reward/mean" in row]) == 3
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
-    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    assert len(sample["tokens"]) == len(sample["loss_mask"]) == len(sample["rollout_logprobs"]) == len(sample["policy_versions"])
+    row = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
+    assert len(row["tokens"]) == len(row["loss_mask"]) == len(row["rollout_logprobs"]) == len(row["policy_versions"])
 
 
 @pytest.mark.slow
