@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ChildDied, ConfigError, RunAborted, WeightSyncError
-from asyncrl.rollout.engine import Ack, Capabilities, Chunk, Engine, GenerationRequest, Interruption
+from asyncrl.rollout.engine import Ack, Chunk, Engine, GenerationRequest, Interruption
 from asyncrl.weights.manifest import Manifest
 
 
@@ -47,19 +47,9 @@ class Router:
         self._busy_since_s: float | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All engines, fenced ones included."""
-        return tuple(self._engines)
-
-    @property
     def context_tokens(self) -> int:
         """The smallest context of all engines."""
         return min(engine.capabilities.context_tokens for engine in self._engines.values())
-
-    @property
-    def capabilities(self) -> tuple[Capabilities, ...]:
-        """Of each engine, in order."""
-        return tuple(engine.capabilities for engine in self._engines.values())
 
     @property
     def serving(self) -> tuple[str, ...]:

@@ -273,6 +273,5 @@ def test_engines_need_names_of_their_own(names):
 def test_the_smallest_context_counts():
     async def main():
         router = Router([FakeEngine(name="a", context_tokens=100), FakeEngine(name="b", context_tokens=60)])
-        assert (router.context_tokens, router.names) == (60, ("a", "b"))
-        assert [capabilities.context_tokens for capabilities in router.capabilities] == [100, 60]
+        assert router.context_tokens == 60
     run_virtual(main())
