@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class PromptSource:
         if epochs is not None and epochs < 1:
             raise ConfigError("prompts.epochs", value=epochs, allowed="an integer of at least 1, or None",
                               remedy="None goes on as long as the run asks.")
+        if not isinstance(data, Iterable | Path):
+            raise ConfigError("prompts", value=data, allowed="an iterable of asyncrl.Prompt, or the path of a JSONL file",
+                              remedy="Return a list, or yield the prompts.")
         self._data = read_jsonl(Path(data)) if isinstance(data, str | Path) else data
         self._epochs = epochs
         self._cursor = 0
@@ -59,12 +63,22 @@ class PromptSource:
 def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
     """The prompt with id and tokens filled in where they were empty. Raises ConfigError when it is none, or holds nothing."""
     _require_prompt(prompt)
-    tokens = prompt.tokens or tokenizer.encode(_encodable(prompt.text))
+    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(prompt.text))
     if not tokens:
         raise ConfigError("prompts", value=prompt.text, allowed="prompts of at least one token",
                           remedy="Remove empty prompts from the data.")
     text = prompt.text or tokenizer.decode(tokens)
-    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tuple(tokens), text=text)
+    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tokens, text=text)
+
+
+def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
+    try:
+        ids = tuple(map(operator.index, tokens))
+    except TypeError as error:
+        raise ConfigError("prompts.tokens", value=tokens, allowed="token ids", remedy=f"Make them whole numbers: {error}.") from error
+    if min(ids, default=0) < 0:
+        raise ConfigError("prompts.tokens", value=min(ids), allowed="token ids of 0 and above", remedy="Remove padding and masked labels.")
+    return ids
 
 
 def _encodable(text: str) -> str:

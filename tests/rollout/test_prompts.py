@@ -62,7 +62,8 @@ def test_epochs_below_one_are_refused(epochs):
         PromptSource([Prompt(text="0")], epochs=epochs)
 
 
-@pytest.mark.parametrize("data", [[], ["12+34="], [{"prompt": "1"}], [Prompt()], [None]])
+@pytest.mark.parametrize("data", [[], ["12+34="], [{"prompt": "1"}], [Prompt()], [None], 5, None, [Prompt(tokens=(5, -100))],
+                                  [Prompt(tokens=(1.5,))]])
 def test_data_without_usable_prompts_is_refused(data, tokenizer):
     with pytest.raises(ConfigError, match="prompts"):
         ids(PromptSource(data), tokenizer)
