@@ -25,6 +25,9 @@ from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.targets import Target, check_manifest, check_targets
 from asyncrl.weights.torch_pieces import bits_of, dtype_name
 
+AUDIT_EVERY_DELTAS = 50
+"""A delta proves only what it touches. Hashing all of memory costs about as much as an anchor: as rare as the parity probe by default."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:
@@ -52,6 +55,7 @@ class Receiver:
         self._held: _Held | None = None
         self._run_epoch: int | None = None
         self._poisoned = ""
+        self._deltas_since_proof = 0
 
     @property
     def version(self) -> int | None:
@@ -73,6 +77,7 @@ class Receiver:
 
         The version already held is accepted again and changes nothing. Raises WrongBase (nothing changed) when the manifest does not
         follow what is held, WeightSyncError when it is damaged or does not fit (nothing changed), or when writing failed (poisoned).
+        Every `AUDIT_EVERY_DELTAS` deltas since the last anchor it ends with an `audit`, and raises as that does.
         """
         held = self._held
         if held and (held.run_epoch, held.version, held.state_hash) == (manifest.run_epoch, manifest.version, manifest.state_hash):
@@ -85,6 +90,9 @@ class Receiver:
             raise WeightSyncError(f"version {manifest.version} would lead to state {predicted:016x}, published was "
                                   f"{manifest.state_hash:016x}: what is held, or what was sent, is not what the manifest was made for")
         self._write(manifest, parts)
+        self._deltas_since_proof = 0 if manifest.base is None else self._deltas_since_proof + 1
+        if self._deltas_since_proof >= AUDIT_EVERY_DELTAS:
+            self.audit()
         return manifest.state_hash
 
     def catch_up(self, manifest: Manifest) -> int:
@@ -117,6 +125,7 @@ class Receiver:
         except WeightSyncError as error:
             self._held, self._poisoned = None, str(error)
             raise
+        self._deltas_since_proof = 0
         return total
 
     def _can_start_at(self, manifest: Manifest) -> bool:

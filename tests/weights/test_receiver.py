@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.receiver import AUDIT_EVERY_DELTAS, Receiver
 from asyncrl.weights.targets import Target
 
 
@@ -125,6 +125,20 @@ def test_a_float32_runtime_that_holds_more_than_bf16_is_noticed(rig):
     targets["up.weight"].view(torch.int32)[0, 0] += 1
     with pytest.raises(WeightSyncError, match="no BF16"):
         receiver.audit()
+
+
+def test_memory_that_no_delta_touches_is_audited_now_and_then(synced):
+    rig, targets, receiver = synced
+    for version in range(1, 2 * AUDIT_EVERY_DELTAS):
+        receiver.apply(rig.publish(version, base=version - 1))
+        if version == AUDIT_EVERY_DELTAS:
+            targets["embed.weight"][0, 0] += 1.0
+    newest = rig.publish(2 * AUDIT_EVERY_DELTAS, base=2 * AUDIT_EVERY_DELTAS - 1)
+    with pytest.raises(WeightSyncError, match="memory hashes to"):
+        receiver.apply(newest)
+    assert receiver.version is None
+    receiver.apply(rig.anchor())
+    assert rig.holds(targets)
 
 
 def test_an_audit_needs_a_version(rig):
