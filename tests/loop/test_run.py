@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import zlib
 from pathlib import Path
 
@@ -116,6 +117,19 @@ def test_the_data_ends_and_so_does_the_run(model: Path, tmp_path: Path) -> None:
     trained = {group.prompt.prompt_id for report in reports for group in report.batch.groups}
     assert len(trained) == 9
     assert run.account().dropped["end_of_run"].rollouts == 2
+
+
+def test_groups_of_equal_rewards_are_replaced_in_the_batches_that_are_trained(model: Path, tmp_path: Path) -> None:
+    answers = itertools.count()
+
+    def only_sevens_never_differ(prompt: Prompt, completion: str) -> float:
+        return 0.7 if prompt.text == "7+1=" else next(answers) % 97 / 97.0
+
+    reports, run = train(make_run(model, tmp_path, [fake()], reward=only_sevens_never_differ, zero_variance="drop"), 8)
+    asked = [group.prompt.text for report in reports for group in report.batch.groups]
+    assert len(asked) == 8 * 3
+    assert "7+1=" not in asked
+    assert run.account().dropped["zero_variance"].rollouts >= run.buffer.config.group_size
 
 
 def test_prompts_that_leave_no_room_are_skipped_and_counted(model: Path, tmp_path: Path) -> None:
