@@ -1,4 +1,4 @@
-"""The smallest asynchronous run, as a script: `python recipes/minimal.py [MODEL [STEPS]]`, after `make demo`."""
+"""The smallest asynchronous run, as a script: `.venv/bin/python recipes/minimal.py [MODEL [STEPS]]`, after `make demo`."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ import asyncrl
 
 
 async def main(model: str = "runs/quickstart/model", steps: str = "200") -> None:
-    """Train `model` on sums and print the reward of each step."""
+    """Train `model` on sums, print the reward of each step, and leave the result in `runs/run/model`."""
     run = asyncrl.Run(
         prompts=asyncrl.PromptSource(sums(seed=0)),
         engine=asyncrl.TransformersEngine(model),
@@ -21,6 +21,7 @@ async def main(model: str = "runs/quickstart/model", steps: str = "200") -> None
     async with run:
         async for step in run.steps(int(steps)):
             print(step.index, step["reward/total/mean"], step["staleness/token/max"], flush=True)
+        await run.trainer.export(run.paths.root / "model")
 
 
 if __name__ == "__main__":
