@@ -19,6 +19,9 @@ class Section(BaseModel):
 
 S = TypeVar("S", bound=BaseModel)
 
+_NO_SECTION = ("model_type", "model_attributes_type")
+"""What pydantic calls a plain value where a section should stand."""
+
 
 def validated(model: type[S], tree: Any, *, name: str = "") -> S:
     """The settings a plain tree describes. Raises ConfigError with the field and, for an unknown one, its nearest neighbour."""
@@ -55,8 +58,10 @@ def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") ->
         kinds = [kind for model in models for kind in kinds_of(model)]
         given = value.get("kind") if isinstance(value, dict) else value
         return ConfigError(f"{field}.kind", value=given, allowed=f"one of {kinds}", remedy=_nearest(str(given), kinds) or "Choose one.")
-    return ConfigError(field, value="nothing" if first["type"] == "missing" else value, allowed=first["msg"],
-                       remedy=f"{len(problems)} setting(s) to mend in all.")
+    is_missing, others = first["type"] == "missing", len(problems) - 1
+    allowed = "a section: its settings by name" if first["type"] in _NO_SECTION else first["msg"]
+    return ConfigError(field, value="nothing" if is_missing else value, allowed=allowed,
+                       remedy=("Set it." if is_missing else "Change it.") + (f" Settings to mend beside it: {others}." if others else ""))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -18,7 +18,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("settings", "field", "told"), [
     ({"learnig_rate": 1e-3}, "trainer.learnig_rate", "Did you mean 'learning_rate'?"),
-    ({}, "trainer.learning_rate", "'nothing' is not allowed: Field required"),
+    ({}, "trainer.learning_rate", "'nothing' is not allowed: Field required. Set it.$"),
+    ({"betas": (0.9, 0.95)}, "trainer.learning_rate", "Set it.$"),
+    ({"learning_rate": 0, "processes": -1}, "trainer.processes", "Change it. Settings to mend beside it: 1.$"),
+    ({"learning_rate": 1e-3, "loss": 3}, "loss", "a section: its settings by name"),
     ({"learning_rate": 1e-3, "loss": lambda ratio: ratio}, "loss.kind", r"one of \['decoupled_ppo', 'ppo'\]"),
     ({"learning_rate": 1e-3, "loss": "pppo"}, "loss.kind", "Did you mean 'ppo'?"),
     ({"learning_rate": 1e-3, "loss": {"kind": "ppo", "clip_hgh": 1}}, "loss.clip_hgh", "Did you mean 'clip_high'?"),
@@ -49,6 +52,7 @@ def test_a_kind_alone_is_a_section() -> None:
 
 def test_every_public_name_is_there() -> None:
     assert asyncrl.__all__ == sorted(asyncrl.__all__)
+    assert dir(asyncrl) == asyncrl.__all__
     assert all(getattr(asyncrl, name).__name__ == name for name in asyncrl.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Runn'"):
         asyncrl.Runn  # noqa: B018

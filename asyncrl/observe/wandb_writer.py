@@ -21,7 +21,7 @@ def require_wandb() -> None:
     known = sys.modules["wandb"] if "wandb" in sys.modules else importlib.util.find_spec("wandb")
     if known is None:
         raise ConfigError("run.wandb.kind", value="wandb", allowed="none, unless wandb is installed",
-                          remedy="pip install 'asyncrl[wandb]'.")
+                          remedy="pip install wandb, into the environment this runs in.")
 
 
 class WandbWriter:
