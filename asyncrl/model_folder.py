@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
@@ -26,3 +28,15 @@ def model_folder(model: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id that can be fetched",
                           remedy=f"Fetching it failed: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turns whatever fails while files of a model are read into a ConfigError that names them."""
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # the readers of JSON, tokenizers and safetensors have no error type in common
+        raise ConfigError("model", value=str(path), allowed="whole files that fit one another: config.json, safetensors, tokenizer.json",
+                          remedy=f"Reading failed: {type(error).__name__}: {error}") from error

@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from asyncrl.errors import ConfigError
+from asyncrl.model_folder import reading
 
 
 class Tokenizer:
@@ -24,7 +25,8 @@ class Tokenizer:
         if not path.is_file():
             raise ConfigError("model", value=str(folder), allowed="a Hugging Face model folder with a tokenizer.json",
                               remedy="Save the tokenizer beside the weights (tokenizer.save_pretrained(folder)).")
-        self._tokenizer = FastTokenizer.from_file(str(path))
+        with reading(path):
+            self._tokenizer = FastTokenizer.from_file(str(path))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, special tokens as the folder prescribes."""

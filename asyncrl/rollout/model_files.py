@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.model_folder import model_folder
+from asyncrl.model_folder import model_folder, reading
 from asyncrl.rollout.engine import GenerationRequest
 
 
@@ -31,13 +31,14 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
     folder = model_folder(model)
     config = _json(folder / "config.json")
     text = config.get("text_config") or config
-    limit = int(text["max_position_embeddings"])
+    with reading(folder / "config.json"):
+        limit, vocab_size = int(text["max_position_embeddings"]), int(text["vocab_size"])
     if context_tokens is not None and context_tokens > limit:
         raise ConfigError("engine.context_tokens", value=context_tokens, allowed=f"at most the model's own {limit}",
                           remedy="Lower it, or leave it out.")
     sources = (config, text, _json(folder / "generation_config.json"))
     eos = frozenset(token for source in sources for token in _token_ids(source.get("eos_token_id")))
-    return ModelFacts(folder, context_tokens or limit, int(text["vocab_size"]), eos)
+    return ModelFacts(folder, context_tokens or limit, vocab_size, eos)
 
 
 def refuse_unservable(request: GenerationRequest, facts: ModelFacts) -> None:
@@ -64,7 +65,8 @@ def budget_tokens(request: GenerationRequest, facts: ModelFacts) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    with reading(path):
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _token_ids(value: int | list[int] | None) -> list[int]:

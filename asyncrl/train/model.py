@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.causal_lm import load_causal_lm
 from asyncrl.errors import ConfigError
 from asyncrl.train.attention import PACKED, PackedSegments, register
 from asyncrl.train.logprobs import token_logprobs
@@ -90,8 +91,7 @@ def _rope_limit(config: PretrainedConfig) -> int | None:
 def load_policy(source: Path) -> Policy:
     """The float32 model of a Hugging Face folder, without dropout. Raises ConfigError for a model this forward does not fit."""
     register()
-    lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=PACKED).eval()
-    policy = Policy(lm)
+    policy = Policy(load_causal_lm(source, dtype=torch.float32, attention=PACKED))
     _check_parity(policy)
     return policy
 

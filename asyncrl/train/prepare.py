@@ -84,11 +84,12 @@ def _publish(building: Path, folder: Path) -> None:
 
 def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from asyncrl.causal_lm import load_causal_lm
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    net = load_causal_lm(folder, dtype=torch.float32)
     tokenizer = _Examples(folder, eos_token=_end_of_sequence(net.generation_config.eos_token_id, folder))
     examples = iter(load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments))
     held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments),
