@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def load_function(reference: str, *, field: str) -> Callable[..., Any]:
         known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise ConfigError(field, value=reference, allowed=f"a function that {place} defines", remedy=f"It defines {known}.")
     return function
+
+
+def check_arguments(function: Callable[..., Any], *given: object, field: str, arguments: Mapping[str, Any], **added: object) -> None:
+    """Raise ConfigError unless `function(*given, **added, **arguments)` is a call its signature allows."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Some builtins have no signature to look at.
+        return
+    try:
+        signature.bind(*given, **added, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{field}.arguments", value=dict(arguments), allowed=f"what {getattr(function, '__name__', function)}{signature} "
+                          "takes", remedy=f"Mend the call: {error}.") from error
 
 
 def source_file(reference: str) -> Path | None:

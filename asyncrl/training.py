@@ -12,7 +12,7 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig, Wandb
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function
+from asyncrl.functions import check_arguments, load_function
 from asyncrl.loop import Run, RunOptions
 from asyncrl.model_folder import model_folder
 from asyncrl.observe.wandb_writer import require_wandb
@@ -53,18 +53,19 @@ def check_environment(config: RunConfig) -> None:
         model_folder(config.model.path)
     if isinstance(config.run.wandb, Wandb):
         require_wandb()
-    named = {"env.reward": config.env.reward}
+    load_function(config.env.reward, field="env.reward")
     if isinstance(config.model, ModelFunction):
-        named["model.function"] = config.model.function
+        function = load_function(config.model.function, field="model.function")
+        check_arguments(function, Path(), field="model", arguments=config.model.arguments)
     if isinstance(config.warm_up, CrossEntropyWarmUp):
-        named |= {"warm_up.examples": config.warm_up.examples, "warm_up.held_out": config.warm_up.held_out}
+        for name in ("examples", "held_out"):
+            function = load_function(getattr(config.warm_up, name), field=f"warm_up.{name}")
+            check_arguments(function, field="warm_up", arguments=config.warm_up.arguments, seed=config.warm_up.seed)
     for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
         if isinstance(prompts, JsonlData):
             read_jsonl(Path(prompts.path))
         elif isinstance(prompts, FunctionData):
-            named[f"{field}.function"] = prompts.function
-    for field, reference in named.items():
-        load_function(reference, field=field)
+            check_arguments(load_function(prompts.function, field=f"{field}.function"), field=field, arguments=prompts.arguments)
 
 
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:

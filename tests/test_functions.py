@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.functions import load_function, resolve_reference, source_file
+from asyncrl.functions import check_arguments, load_function, resolve_reference, source_file
 
 
 @pytest.fixture
@@ -83,3 +83,13 @@ def test_the_source_of_a_reference_is_found_without_importing_it(task, tmp_path)
     assert source_file("no_such_package.module:f") is None
     assert source_file(f"{tmp_path}/none.py:f") is None
     assert source_file("") is None
+
+
+@pytest.mark.parametrize("arguments", [{"sed": 1}, {}, {"folder": "x", "layers": 2}])
+def test_arguments_that_a_function_does_not_take_are_refused_with_its_signature(arguments):
+    def make(folder, *, layers):
+        raise AssertionError("not called")
+
+    check_arguments(make, "folder", field="model", arguments={"layers": 2})
+    with pytest.raises(ConfigError, match=r"model\.arguments.*make\(folder, \*, layers\)"):
+        check_arguments(make, "folder", field="model", arguments=arguments)

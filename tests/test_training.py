@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from asyncrl.config import RunConfig, parse_config
-from asyncrl.errors import ChildDied
-from asyncrl.training import prepare_model
+from asyncrl.errors import ChildDied, ConfigError
+from asyncrl.training import check_environment, prepare_model
 
 TASK = Path(__file__).parent / "train" / "prepare_task.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
@@ -27,6 +27,16 @@ def made_by(function: str, folder: Path) -> RunConfig:
 
 def prepare(config: RunConfig, logs: Path) -> Path:
     return asyncio.run(prepare_model(config, logs=logs, echo=lambda line: None))
+
+
+@pytest.mark.parametrize(("section", "change"), [
+    ("prompts", {"arguments": {"sed": 0}}), ("model", {"arguments": {"layer": 4}}), ("warm_up", {"arguments": {"noises": 0.3}}),
+    ("eval.prompts", {"prompts": {"kind": "function", "function": "task.py:held_out_sums", "arguments": {"cnt": 2}}})])
+def test_arguments_that_a_named_function_does_not_take_are_refused_before_anything_starts(section, change):
+    tree = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    tree[section.split(".")[0]] |= change
+    with pytest.raises(ConfigError, match=rf"^{section}\.arguments"):
+        check_environment(parse_config(tree, base=RECIPE.parent))
 
 
 def wait_for_a_file(cache: Path) -> None:
