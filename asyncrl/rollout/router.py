@@ -94,10 +94,10 @@ class Router:
         failed = {name: reason for name, reason in self._why_fenced.items() if name not in self._reported}
         self._serving |= set(acks)
         self._reported |= set(failed)
-        for name in failed:
-            await self._engines[name].close()
         if not acks:
             raise RunAborted(f"version {manifest.version} reached no engine: {self._why_fenced}")
+        for name in failed:
+            await self._engines[name].close()
         return Update(acks, failed, now_s() - began_s)
 
     async def _update_one(self, engine: Engine, manifest: Manifest, interruption: Interruption) -> Ack | str:

@@ -162,6 +162,17 @@ def test_the_run_ends_with_every_reason_when_no_engine_is_left():
     run_virtual(main())
 
 
+def test_the_last_engine_is_not_closed_under_its_requests_before_the_reason_is_told():
+    async def main():
+        engine = FakeEngine(name="a")
+        router = await router_of(engine)
+        engine.faults = Faults(apply_error="checksum differs")
+        with pytest.raises(RunAborted, match="checksum differs"):
+            await router.update(fake_manifest(1, base=0), KEEP)
+        assert ("close", None) not in engine.calls
+    run_virtual(main())
+
+
 def test_an_engine_that_dies_between_updates_is_reported_and_closed_by_the_next_one():
     async def main():
         a, b = FakeEngine(name="a"), FakeEngine(name="b")
