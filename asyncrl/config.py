@@ -73,14 +73,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:
-        check_pairs(buffer=self.buffer, correction=self.correction, weights=self.weights)
+        check_pairs(buffer=self.buffer, correction=self.correction, weights=self.weights, trainer=self.trainer)
         check_publish_interval(self.buffer, self.weights.publish_every_steps)
         TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
         self.sampling.build().check(for_training=True)
         return self
 
 
-def check_pairs(*, buffer: BufferConfig, correction: object | None, weights: WeightsConfig) -> None:
+def check_pairs(*, buffer: BufferConfig, correction: object | None, weights: WeightsConfig, trainer: TrainerConfig) -> None:
     """Raise ConfigError for sections that are fine alone and wrong together."""
     stale = buffer.max_staleness > 0 or buffer.policy.kind == "soft"
     if stale and correction is None:
@@ -91,6 +91,10 @@ def check_pairs(*, buffer: BufferConfig, correction: object | None, weights: Wei
         raise ConfigError("weights.interruption, buffer.policy", value=f"{weights.interruption} with fixed_lag",
                           allowed="drain with fixed_lag",
                           remedy="An update inside a rollout would mix lags; set weights.interruption=drain.")
+    if trainer.minibatches_per_step > buffer.groups_per_step:
+        raise ConfigError("trainer.minibatches_per_step, buffer.groups_per_step",
+                          value=(trainer.minibatches_per_step, buffer.groups_per_step), allowed="no more minibatches than groups",
+                          remedy="A minibatch holds whole groups; ask for fewer, or for more epochs.")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

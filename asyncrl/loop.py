@@ -107,7 +107,7 @@ class Run:
         self.options = options or RunOptions()
         self.prompts, self.env, self.sampling, self.buffer, self.trainer = prompts, env, sampling, buffer, trainer
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
-        check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights)
+        check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights, trainer=trainer.config.trainer)
         sampling.check(for_training=True)
         for part in self.engines:
             require(part.capabilities, sampling, Interruption(self.options.weights.interruption), engine=part.name)
