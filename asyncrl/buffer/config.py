@@ -126,6 +126,9 @@ def _check_policy_fields(config: BufferConfig) -> None:
         raise ConfigError("buffer.depth_groups, buffer.policy.kind", value=(config.depth_groups, kind),
                           allowed="no depth with fixed_lag, which fixes it to (lag_steps + 1) * groups_per_step",
                           remedy="Remove the depth.")
+    if config.max_bytes is not None:
+        raise ConfigError("buffer.max_bytes, buffer.policy.kind", value=(config.max_bytes, kind),
+                          allowed="no limit with fixed_lag, which trains only when every slot is filled", remedy="Remove the limit.")
     if config.policy.lag_steps > config.max_staleness:
         raise ConfigError("buffer.policy.lag_steps, buffer.max_staleness", value=(config.policy.lag_steps, config.max_staleness),
                           allowed="lag_steps <= max_staleness", remedy="Raise max_staleness to the lag you want to train at.")

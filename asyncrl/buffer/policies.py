@@ -127,8 +127,8 @@ class FixedLag:
     """Every token of every batch exactly `lag_steps` old, once the run is that old: for experiments.
 
     The batch of version t holds the P groups admitted while the engines held version max(start, t − n). The first version
-    admits n + 1 batches, each later one a single batch. A batch is selected only when nothing generates and nothing can be
-    admitted, so no rollout ever sees two versions; engines rest while the trainer steps.
+    admits n + 1 batches, each later one a single batch. A batch is selected only when the engines hold this version, nothing
+    generates and nothing can be admitted, so no rollout ever sees two versions; engines rest while the trainer steps.
     """
 
     groups_per_step: int
@@ -146,9 +146,14 @@ class FixedLag:
         return max(0, self.capacity_groups - len(view.slots))
 
     def select(self, view: BufferView) -> tuple[int, ...] | Missing:
-        """The oldest P, once every slot is filled and ready, or the data have ended."""
+        """The oldest P, once every slot is filled and ready, or the data have ended.
+
+        A slot of the batch before is not free yet: the engines have not acknowledged what it made. What they still have to write
+        would be written, or replaced after a drop, one version later than the batch needs it.
+        """
         generating = tuple(slot.group_id for slot in view.slots if slot.state is SlotState.GENERATING)
-        if generating or (self.admit(view) and not view.ended):
+        is_acknowledged = all(slot.state is not SlotState.TAKEN for slot in view.slots)
+        if generating or not is_acknowledged or (self.admit(view) and not view.ended):
             return Missing(generating)
         return oldest_ready(view, groups_per_step=self.groups_per_step)
 

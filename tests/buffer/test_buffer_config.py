@@ -36,6 +36,7 @@ def test_a_value_out_of_range_or_an_unknown_key_is_refused_by_name(change, named
     ({"max_staleness": 0, "window": 2}, "buffer.window, buffer.max_staleness, weights.publish_every_steps"),
     ({"window": 1, "policy": {"kind": "soft"}}, "buffer.window, buffer.policy.kind"),
     ({"depth_groups": "max", "policy": {"kind": "fixed_lag", "lag_steps": 1}}, "buffer.depth_groups, buffer.policy.kind"),
+    ({"max_bytes": 1000, "policy": {"kind": "fixed_lag", "lag_steps": 1}}, "buffer.max_bytes, buffer.policy.kind"),
     ({"policy": {"kind": "fixed_lag", "lag_steps": 3}}, "buffer.policy.lag_steps, buffer.max_staleness"),
     ({"min_valid_rollouts": 9}, "buffer.min_valid_rollouts, buffer.group_size"),
 ])

@@ -111,6 +111,12 @@ def test_fixed_lag_fills_every_slot_before_a_batch_goes():
     assert lag.select(view_of(R, R, R, ended=True)) == (0, 1)
 
 
+def test_fixed_lag_waits_until_the_engines_hold_what_the_last_batch_made():
+    lag = FixedLag(groups_per_step=2, lag_steps=1)
+    assert lag.select(view_of(T, T, R, R)) == Missing(())
+    assert lag.select(view_of(T, T, R, R, ended=True)) == Missing(())
+
+
 @pytest.mark.parametrize(("version", "token", "is_right"), [(10, 10, True), (11, 10, True), (12, 10, True), (13, 11, True), (13, 10, False),
                                                             (13, 12, False), (11, 11, False)])
 def test_fixed_lag_demands_exactly_the_lag_once_the_run_is_that_old(version, token, is_right):
