@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C."""
 EXIT_TERMINATED = 143
 """Ended by SIGTERM."""
+
+_OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EPIPE})
+"""The machine's, not a bug's: a full disk, a console that was closed. Their traceback says nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except AsyncRLError as error:
         print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        print(f"asyncrl: what the run writes has no place: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("asyncrl: interrupted", file=sys.stderr)

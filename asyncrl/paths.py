@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from asyncrl.errors import ConfigError
 
 _SHARED_PREFIX = "asyncrl"
 
@@ -61,3 +65,22 @@ def make_shared_folder() -> Path:
         if owner.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=place))
+
+
+def claim(folder: Path) -> IO[str]:
+    """An open file that keeps `folder` for this process, until it is closed or the process ends.
+
+    Raises ConfigError while another run has it: that one would go on in a folder that was moved, and end in ours.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f".{folder.name}.lock").open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("run.folder", value=str(folder.parent), allowed="a folder that can be written", remedy=f"{error}.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError("run.name", value=folder.name, allowed=f"a name that no running run has in {folder.parent}",
+                          remedy="Wait for that run, or choose another name.") from None
+    return lock

@@ -17,6 +17,7 @@ from asyncrl.observe.jsonl import JsonlWriter, rollout_rows
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
+from asyncrl.paths import claim
 from asyncrl.rollout.evaluate import Evaluation
 
 Echo = Callable[[str], None]
@@ -27,6 +28,7 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, *, echo: Echo) -> None:
         self.path = folder = Path(config.run.folder) / config.run.name
+        self._claim = claim(folder)
         if kept := move_aside(folder):
             echo(f"an earlier run of this name is kept as {kept}")
         folder.mkdir(parents=True)
@@ -105,6 +107,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close every file and tracker."""
+        self._claim.close()
         self._metrics.close()
         self._rollouts.close()
         if self._wandb:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import EXIT_USAGE, main
+from asyncrl.cli import EXIT_FAILED, EXIT_USAGE, main
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
 
@@ -40,3 +41,13 @@ def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "steps: 7" in text
     assert "seed: 3" in text
+
+
+def test_a_full_disk_is_one_line_and_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def full(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl")
+
+    monkeypatch.setattr("asyncrl.cli.train", full)
+    assert main(["train", str(QUICKSTART)]) == EXIT_FAILED
+    assert capsys.readouterr().err.splitlines() == [
+        "asyncrl: what the run writes has no place: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"]

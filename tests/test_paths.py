@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.paths import make_shared_folder
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.paths import claim, make_shared_folder
 
 
 def made_by_another() -> Path:
@@ -39,3 +42,17 @@ def test_a_folder_of_another_process_namespace_is_kept() -> None:
         assert elsewhere.exists()
     finally:
         shutil.rmtree(elsewhere)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    with claim(tmp_path / "runs" / "mine"):
+        with pytest.raises(ConfigError, match=r"run\.name = 'mine'.*choose another name"):
+            claim(tmp_path / "runs" / "mine")
+        claim(tmp_path / "runs" / "yours").close()
+    claim(tmp_path / "runs" / "mine").close()
+
+
+def test_a_place_where_no_folder_can_be_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder.*file"):
+        claim(tmp_path / "file" / "run")
