@@ -16,7 +16,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # torch first and alone: another package's range would take a newer one. PyPI's build for Linux brings several GB of CUDA, which works
-# and is not needed; TORCH_INDEX=URL takes the small one.
+# and is not needed; TORCH_INDEX=URL adds an index with a smaller one, such as PyTorch's own for CPUs.
 $(VENV)/.installed: setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch

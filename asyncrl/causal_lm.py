@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from asyncrl.errors import ConfigError
 from asyncrl.model_folder import reading
@@ -16,7 +19,7 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, attention: str | None = 
 
     Raises ConfigError for files that are damaged, do not fit config.json, or lack a weight, and for weights that are not finite.
     """
-    with reading(folder):
+    with reading(folder), _without_progress_bars():
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention, output_loading_info=True,
                                                            ignore_mismatched_sizes=True)
     # transformers fills these at random and warns in a log.
@@ -30,6 +33,18 @@ def load_causal_lm(folder: Path, *, dtype: torch.dtype, attention: str | None = 
     if broken:
         raise _refused(folder, f"{len(broken)} weights hold NaN or infinity, such as {broken[0]}.")
     return model.eval()
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws them on the caller's terminal, amid the run's own lines."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _refused(folder: Path, remedy: str) -> ConfigError:

@@ -225,11 +225,12 @@ class Run:
         self._require_open()
         if not self.options.eval_prompts:
             raise ConfigError("eval_prompts", value=(), allowed="at least one prompt to evaluate", remedy="Set RunOptions.eval_prompts.")
-        await self._or_failure(self.weights.applied())
         prompts = [complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                    for number, prompt in enumerate(self.options.eval_prompts)]
-        return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP,
-                                                             timeout_s=self.buffer.config.stall_timeout_s)))
+        with self._meter.aside():
+            await self._or_failure(self.weights.applied())
+            return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP,
+                                                                 timeout_s=self.buffer.config.stall_timeout_s)))
 
     async def finish(self) -> None:
         """Stop producing for good. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
@@ -298,11 +299,12 @@ class Run:
         if self.index < self._probe_at or self.trainer.version % self.options.weights.publish_every_steps:
             return
         self._probe_at = self.index + probe.every_steps
-        version = await self._or_failure(self.weights.applied())
-        rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP,
-                                                       timeout_s=self.buffer.config.stall_timeout_s))
-        score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
-        parity = await measure_parity(rollouts, score=score, version=version)
+        with self._meter.aside():
+            version = await self._or_failure(self.weights.applied())
+            rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP,
+                                                           timeout_s=self.buffer.config.stall_timeout_s))
+            score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
+            parity = await measure_parity(rollouts, score=score, version=version)
         judge(parity, max_mean_gap=probe.max_mean_gap, temperature=self.sampling.temperature)
         self._meter.probed(parity)
 

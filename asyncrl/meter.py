@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from asyncrl.clock import now_s
 from asyncrl.metrics import Metrics
 from asyncrl.rollout.probe import Parity
@@ -17,6 +20,7 @@ class Meter:
         self._metrics = Metrics()
         self._at_s = now_s()
         self._busy_s = router.busy_s()
+        self._aside_s = self._aside_busy_s = 0.0
 
     def scored(self, rollout: Rollout) -> None:
         """A rollout is finished, whatever becomes of it."""
@@ -32,16 +36,26 @@ class Meter:
         self._metrics.last("probe/gap/mean", parity.mean_abs)
         self._metrics.last("probe/gap/max", parity.max_abs)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside, an evaluation or a probe, belongs to no step: its time counts neither as work nor as waiting."""
+        at_s, busy_s = now_s(), self._router.busy_s()
+        yield
+        self._aside_s += now_s() - at_s
+        self._aside_busy_s += self._router.busy_s() - busy_s
+
     def step(self, *, waited_s: float, trained_tokens: int) -> Metrics:
         """The numbers since the last call. `waited_s` is how long the trainer had no batch."""
-        now, busy_s = now_s(), self._router.busy_s()
-        period_s = max(now - self._at_s, 1e-9)
+        now, busy_s = now_s(), self._router.busy_s() - self._aside_busy_s
+        whole_s = max(now - self._at_s, 1e-9)
+        period_s = max(whole_s - self._aside_s, 1e-9)
         taken, self._metrics = self._metrics, Metrics()
         tokens = taken.result().get("rollout/tokens/sum", 0.0)
         taken.last("train/period_s/last", period_s)
         taken.last("trainer/wait_frac/last", waited_s / period_s)
         taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))  # rounding may leave −1e-16
-        taken.last("rollout/tokens_per_s/last", tokens / period_s)
+        taken.last("rollout/tokens_per_s/last", tokens / whole_s)
         taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
-        self._at_s, self._busy_s = now, busy_s
+        self._at_s, self._busy_s = now, busy_s + self._aside_busy_s
+        self._aside_s = self._aside_busy_s = 0.0
         return taken

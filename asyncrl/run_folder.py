@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
@@ -39,7 +40,9 @@ class RunFolder:
         self._wandb: WandbWriter | None = None
         self._rows: list[dict[str, float]] = []
         self._evaluations: dict[int, float] = {}
-        self._began_s = self._wall_s = 0.0
+        self._began_s: float | None = None
+        self._wall_s = 0.0
+        self._ended_early = ""
 
     def track(self) -> None:
         """Start the tracker, if there is one: after the reward zygote was forked, for it brings a thread."""
@@ -54,7 +57,16 @@ class RunFolder:
 
     def end(self) -> None:
         """The last step and its evaluation are over."""
-        self._wall_s = time.monotonic() - self._began_s
+        self._wall_s = 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
+    def ends_early(self, failure: BaseException) -> None:
+        """The run fails, or is interrupted, before its last step is over."""
+        self._ended_early = "interrupted" if isinstance(failure, asyncio.CancelledError) else f"{type(failure).__name__}: {failure}"
+        self.end()
+
+    def data_ended(self, steps: int) -> None:
+        """The prompts did not last for all steps."""
+        self._echo(f"the prompts ended after {steps} of {self._config.run.steps} steps")
 
     def stepped(self, report: StepReport, *, decode: Callable[[Any], str]) -> None:
         """Note one step."""
@@ -77,7 +89,7 @@ class RunFolder:
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
-        summary = self._summary(account)
+        summary = self._summary(account) | ({"ended_early": self._ended_early} if self._ended_early else {})
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         steps, rewards = reward_curve(self._rows)
         plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=self._evaluations, title=self._config.run.name)

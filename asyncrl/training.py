@@ -33,16 +33,25 @@ _PREPARE_TIMEOUT_S = 3600.0
 
 
 async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
-    """Prepare the model, run `run.steps` steps, write everything under `run.folder/run.name`. Returns the summary."""
+    """Prepare the model, run `run.steps` steps, write everything under `run.folder/run.name`. Returns the summary.
+
+    A run that fails or is interrupted leaves its summary and picture too; the summary then says why under `ended_early`.
+    """
     folder = RunFolder(config, echo=echo)
     try:
         model = await prepare_model(config, logs=folder.path / "logs", echo=echo)
         async with build(config, model=model) as run:
             folder.track()
-            await _train_steps(run, config, folder)
-            await run.finish()
-            await run.trainer.export(folder.path / "model")
-            return folder.summarise(run.account())
+            try:
+                await _train_steps(run, config, folder)
+                await run.trainer.export(folder.path / "model")
+            except BaseException as failure:
+                folder.ends_early(failure)
+                raise
+            finally:
+                await run.finish()
+                summary = folder.summarise(run.ledger.account(buffered=run.buffer.held(), in_flight=run.worker.in_flight()))
+            return summary
     finally:
         folder.close()
 
@@ -77,6 +86,8 @@ async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
         folder.stepped(report, decode=run.tokenizer.decode)
         if every and report.index % every == 0:
             folder.evaluated(report.index, await run.evaluate())
+    if run.index < config.run.steps:
+        folder.data_ended(run.index)
     if every and run.index % every:
         folder.evaluated(run.index, await run.evaluate())
     folder.end()

@@ -286,6 +286,9 @@ def course(config: RunConfig, scene: Scene, *, most_steps: int = 100) -> list[ob
         def end(self) -> None:
             happened.append("end")
 
+        def data_ended(self, steps: int) -> None:
+            """Said to people alone."""
+
         def stepped(self, report: StepReport, **_: object) -> None:
             happened.append(("step", report.index))
 

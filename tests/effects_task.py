@@ -23,6 +23,16 @@ def always_one(prompt: Prompt, completion: str) -> float:
     return 1.0
 
 
+def varied(prompt: Prompt, completion: str) -> float:
+    """Another reward for most completions."""
+    return (sum(map(ord, completion)) + len(completion)) % 13 / 13.0
+
+
+def broken(prompt: Prompt, completion: str) -> float:
+    """Raises."""
+    raise ZeroDivisionError("a line of the reward")
+
+
 def always_two(prompt: Prompt, completion: str) -> float:
     """2."""
     return 2.0

@@ -68,7 +68,7 @@ class RolloutWorker:
                 if _is_cancelled(failure):
                     raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
-                error = "".join(traceback.format_exception(failure, limit=-3))
+                error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
             self._count(outcome.status, error)
         except BaseException as end:
             self._ledger.abandoned(key, "end_of_run" if isinstance(end, asyncio.CancelledError) else "run_failed")

@@ -37,7 +37,8 @@ def token_logprobs(hidden: Tensor, *, head: torch.nn.Module, targets: Tensor, te
 def _chunk(hidden: Tensor, head: torch.nn.Module, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperatures[:, None]
     log_probabilities = torch.log_softmax(logits, dim=-1)
-    logprobs = log_probabilities.gather(1, targets[:, None])[:, 0]
+    # no view: an in-place operation on one would lose FSDP2's backward hook
+    logprobs = log_probabilities.gather(1, targets[:, None])[:, 0].clone()
     with torch.no_grad():
         entropy = torch.special.entr(log_probabilities.exp()).sum(dim=-1)
     return logprobs, entropy

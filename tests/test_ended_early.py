@@ -1,0 +1,63 @@
+"""A run that fails or is interrupted leaves what it had: rows, summary, picture, and why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import RunAborted
+from asyncrl.training import train
+from tests.tiny_model import make_tiny_model
+
+TASK = Path(__file__).with_name("effects_task.py")
+LIMIT_S = 60
+
+
+def config(tmp_path: Path, *, reward: str) -> RunConfig:
+    model = make_tiny_model(tmp_path / "model")
+    return parse_config({
+        "model": {"kind": "folder", "path": str(model)}, "prompts": {"kind": "function", "function": f"{TASK}:questions"},
+        "engine": {"kind": "inline"}, "sampling": {"max_new_tokens": 4}, "env": {"kind": "single_turn", "reward": f"{TASK}:{reward}"},
+        "buffer": {"groups_per_step": 2, "group_size": 4, "max_staleness": 1}, "advantages": "grpo", "correction": "token_tis",
+        "loss": "decoupled_ppo", "trainer": {"learning_rate": 1e-3, "processes": 0},
+        "run": {"name": "early", "steps": 1000, "folder": str(tmp_path)}}, base=tmp_path)
+
+
+def summary_of(tmp_path: Path) -> dict[str, object]:
+    folder = tmp_path / "early"
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_a_run_that_fails_says_why_cause_first(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(RunAborted, match=r"reward_error: RewardError: .*ZeroDivisionError|ZeroDivisionError: a line of the reward"):
+        asyncio.run(asyncio.wait_for(train(config(tmp_path, reward="broken"), echo=lines.append), LIMIT_S))
+    summary = summary_of(tmp_path)
+    assert summary["steps"] == 0
+    assert str(summary["ended_early"]).startswith("RunAborted: ")
+    assert "a line of the reward" in str(summary["ended_early"])
+
+
+def test_a_run_that_is_interrupted_keeps_its_steps_and_closes_its_ledger(tmp_path: Path) -> None:
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def echo(line: str) -> None:
+            if line.split()[:1] == ["3"]:
+                task.cancel()
+
+        await train(config(tmp_path, reward="varied"), echo=echo)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    summary = summary_of(tmp_path)
+    assert summary["steps"] == 3
+    assert summary["ended_early"] == "interrupted"
+    assert summary["ledger_closed"] is True
+    assert summary["rollout_tokens"] == summary["trained_tokens"] + sum(summary["tokens_dropped"].values())
