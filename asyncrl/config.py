@@ -51,6 +51,12 @@ class RunSection(Section):
     """How often one group is written to rollouts.jsonl: text, tokens, logprobs, versions, mask."""
     wandb: Annotated[NoWandb | Wandb, Field(discriminator="kind")] = NoWandb()
 
+    @model_validator(mode="after")
+    def _name_stays_in_the_folder(self) -> RunSection:
+        if {"", ".", ".."} & set(self.name.split("/")):
+            raise ConfigError("run.name", value=self.name, allowed="a name below run.folder", remedy="Set run.folder to write elsewhere.")
+        return self
+
 
 class RunConfig(Section):
     """A whole run."""

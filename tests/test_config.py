@@ -172,6 +172,7 @@ def test_the_choice_of_no_correction_is_a_choice():
 
 @pytest.mark.parametrize(("changes", "fields"), [
     ({"buffer__policy": {"kind": "fixed_lag", "lag_steps": 1}}, "weights.interruption, buffer.policy"),
+    ({"run__name": "../other"}, "run.name"), ({"run__name": "/tmp/other"}, "run.name"), ({"run__name": "."}, "run.name"),
     ({"trainer__minibatches_per_step": 33}, "trainer.minibatches_per_step, buffer.groups_per_step"),
     ({"buffer__window": 66}, "buffer.window, buffer.max_staleness, weights.publish_every_steps"),
     ({"weights__publish_every_steps": 4}, "buffer.window, buffer.max_staleness, weights.publish_every_steps"),
