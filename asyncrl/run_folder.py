@@ -16,7 +16,7 @@ from asyncrl.loop import StepReport
 from asyncrl.observe.console import HEADER, step_line
 from asyncrl.observe.jsonl import JsonlWriter, rollout_rows
 from asyncrl.observe.plots import plot_reward
-from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_curve, total_of
+from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
 from asyncrl.paths import claim
 from asyncrl.rollout.evaluate import Evaluation
@@ -71,7 +71,7 @@ class RunFolder:
     def stepped(self, report: StepReport, *, decode: Callable[[Any], str]) -> None:
         """Note one step."""
         row = {"step": report.index, "version": report.version, **report.metrics}
-        self._rows.append(row)
+        self._rows.append({name: row[name] for name in SUMMARY_METRICS if name in row})
         self._write({"trainer_step": report.index, **row})
         self._echo(step_line(report.index, report.metrics, max_staleness=self._config.buffer.max_staleness))
         if (report.index - 1) % self._config.run.rollouts_every_steps == 0:

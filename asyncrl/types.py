@@ -21,6 +21,10 @@ NOT_SAMPLED = -1
 """Policy version of a token the policy did not sample (prompt, environment, framework)."""
 
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are float32 in a batch: a number beyond it would be infinity there."""
+
+
 class Status(enum.Enum):
     """How a rollout, or one completion of it, ended. Baseline, mask, metrics and retry all read this."""
 

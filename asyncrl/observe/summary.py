@@ -8,6 +8,12 @@ EDGE_STEPS = 3
 """`reward_first` and `reward_last` average over so many steps: one lucky batch does not make them, nor what the run learns meanwhile."""
 
 
+SUMMARY_METRICS = ("step", "reward/total/mean", "reward/rollouts/sum", "rollout/tokens/sum", "staleness/token/max", "buffer/depth/last",
+                   "buffer/length_bias/last", "engine/wait_frac/last", "trainer/wait_frac/last", "weights/sync_s/mean",
+                   "weights/density/mean")
+"""What the summary needs of each step; the rest is in metrics.jsonl alone, so that a long run stays small in memory."""
+
+
 def edge_rewards(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
     """Mean reward over the rollouts of the first and of the last `EDGE_STEPS` steps, each rollout counted once."""
     return _reward(rows[:EDGE_STEPS]), _reward(rows[-EDGE_STEPS:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
@@ -22,7 +21,7 @@ from asyncrl.rollout.reward import RewardPool
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.types import Prompt, Sampling, Sequence, SequenceBuilder, Status
+from asyncrl.types import LARGEST_REWARD, Prompt, Sampling, Sequence, SequenceBuilder, Status
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +49,7 @@ class Outcome:
             raise RewardError(f"an outcome with status {self.status.value} has no reward: no reward is not a reward of 0")
         bad = [f"{name} = {value!r}" for name, value in self.rewards.items() if not _is_finite_number(value)]
         if bad:
-            raise RewardError(f"each reward of an outcome must be one finite number, got {', '.join(bad)}")
+            raise RewardError(f"each reward of an outcome must be one finite number, in float32, got {', '.join(bad)}")
 
 
 class Session:
@@ -204,4 +203,4 @@ class SingleTurn:
 
 
 def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and math.isfinite(value)
+    return isinstance(value, int | float | np.number) and bool(abs(value) <= LARGEST_REWARD)

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.channel import CLOSE, Channel, unpack
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.types import Prompt
+from asyncrl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[..., object]
 
@@ -113,8 +113,8 @@ def _finite(value: object, what: str) -> float:
         result = float(number) if isinstance(number, numbers.Real) else math.nan
     except OverflowError:
         result = math.inf
-    if not math.isfinite(result):
-        raise RewardError(f"{what} {reprlib.repr(value)} ({type(value).__name__}); it must be one finite number")
+    if not abs(result) <= LARGEST_REWARD:
+        raise RewardError(f"{what} {reprlib.repr(value)} ({type(value).__name__}); it must be one finite number, in float32")
     return result
 
 

@@ -290,7 +290,7 @@ def test_an_environment_may_choose_the_budget_of_a_turn():
     assert run_virtual(main()) == 3
 
 
-@pytest.mark.parametrize("rewards", [{}, {"r": math.nan}, {"r": math.inf}, {"r": None}, {"r": "1"}, {"a": 1.0, "r": [1.0]}])
+@pytest.mark.parametrize("rewards", [{}, {"r": math.nan}, {"r": math.inf}, {"r": -1e39}, {"r": None}, {"r": "1"}, {"a": 1.0, "r": [1.0]}])
 def test_an_outcome_without_finite_rewards_is_an_error_not_a_zero(rewards):
     with pytest.raises(RewardError):
         Outcome(STOP, rewards)

@@ -159,7 +159,7 @@ def test_memory_without_end_is_an_error_and_the_worker_goes_on(tmp_path) -> None
     assert first == second
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1", [1.0], np.zeros(2), 1j, 10**400])
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "1", [1.0], np.zeros(2), 1j, 10**400, 1e39])
 def test_what_is_not_one_finite_number_is_an_error_that_names_function_and_value(tmp_path, value: object) -> None:
     [error] = judge(tmp_path, lambda prompt, completion: value, ["x"])
     assert isinstance(error, RewardError)
