@@ -90,7 +90,7 @@ def test_a_killed_engine_ends_the_run_with_its_cause(model: Path, tmp_path: Path
     assert not [pid for pid in descendants(os.getpid()) if any(str(tmp_path) in link for link in open_files(pid))]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "ctrl-c"])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=["kill -9", "ctrl-c", "sigterm"])
 def test_no_process_outlives_its_controller(model: Path, tmp_path: Path, signum: signal.Signals) -> None:
     command = [sys.executable, str(Path(__file__).with_name("controller.py")), str(model), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,

@@ -41,6 +41,13 @@ def test_the_figures_of_the_quickstart_are_those_of_its_json() -> None:
     assert re.findall(r"(\w+) seeds", README) == [str(len(runs))] * 3
 
 
+def test_the_times_of_the_two_commands_are_those_of_their_json() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "commands.json").read_text(encoding="utf-8"))
+    assert [row["command"] for row in result["commands"]] == ["make demo", "make test"]
+    for row in result["commands"]:
+        assert f"`{row['command']}` {row['wall_s']:.0f} s" in README
+
+
 def test_the_picture_shows_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     runs = quickstart()["runs"]
