@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource, read_jsonl
-from asyncrl.rollout.task_config import FunctionData, JsonlData, JsonlPrompts, PromptsConfig, PromptsEval
+from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.run_folder import Echo, RunFolder
 from asyncrl.train.prepare import building_folder, cache_key
@@ -45,6 +46,8 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
             try:
                 await _train_steps(run, config, folder)
                 await run.trainer.export(folder.path / "model")
+                await run.finish()
+                run.account()
             except BaseException as failure:
                 folder.ends_early(failure)
                 raise
@@ -125,7 +128,8 @@ def build(config: RunConfig, *, model: Path) -> Run:
                          probe=config.run.probe, eval_prompts=_eval_prompts(config))
     env = SingleTurn(load_function(config.env.reward, field="env.reward"), workers=config.env.workers,
                      timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
-    return Run(prompts=_prompts(config.prompts), engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),
+    prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
+    return Run(prompts=prompts, engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
 
 
@@ -151,19 +155,17 @@ def build_engine(config: RunConfig, *, model: Path) -> Engine:
     return TransformersEngine(model, **dict(engine) | {"seed": seed})
 
 
-def _prompts(config: PromptsConfig) -> PromptSource:
-    if isinstance(config, JsonlPrompts):
-        return PromptSource(config.path, epochs=config.epochs)
-    return PromptSource(load_function(config.function, field="prompts.function")(**config.arguments), epochs=config.epochs)
+def _data(config: FunctionData | JsonlData, *, field: str, source: str) -> Iterable[Prompt]:
+    """The prompts a section describes; `source` names those of a file, a function names its own."""
+    if isinstance(config, JsonlData):
+        return read_jsonl(Path(config.path), source=source)
+    return load_function(config.function, field=f"{field}.function")(**config.arguments)
 
 
 def _eval_prompts(config: RunConfig) -> tuple[Prompt, ...]:
     if not isinstance(config.eval, PromptsEval):
         return ()
-    source = config.eval.prompts
-    found = read_jsonl(Path(source.path), source="eval") if isinstance(source, JsonlData) else \
-        load_function(source.function, field="eval.prompts.function")(**source.arguments)
-    prompts = tuple(itertools.islice(found, config.eval.limit))
+    prompts = tuple(itertools.islice(_data(config.eval.prompts, field="eval.prompts", source="eval"), config.eval.limit))
     if not prompts:
         raise ConfigError("eval.prompts", value="no prompt", allowed="at least one prompt to evaluate",
                           remedy="Check the data set, or choose eval: {kind: none}.")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.config import RunConfig, parse_config
-from asyncrl.errors import RunAborted
+from asyncrl.errors import LedgerError, RunAborted
 from asyncrl.training import train
 from tests.tiny_model import make_tiny_model
 
@@ -17,14 +18,14 @@ TASK = Path(__file__).with_name("effects_task.py")
 LIMIT_S = 60
 
 
-def config(tmp_path: Path, *, reward: str) -> RunConfig:
+def config(tmp_path: Path, *, reward: str, steps: int = 1000) -> RunConfig:
     model = make_tiny_model(tmp_path / "model")
     return parse_config({
         "model": {"kind": "folder", "path": str(model)}, "prompts": {"kind": "function", "function": f"{TASK}:questions"},
         "engine": {"kind": "inline"}, "sampling": {"max_new_tokens": 4}, "env": {"kind": "single_turn", "reward": f"{TASK}:{reward}"},
         "buffer": {"groups_per_step": 2, "group_size": 4, "max_staleness": 1}, "advantages": "grpo", "correction": "token_tis",
         "loss": "decoupled_ppo", "trainer": {"learning_rate": 1e-3, "processes": 0},
-        "run": {"name": "early", "steps": 1000, "folder": str(tmp_path)}}, base=tmp_path)
+        "run": {"name": "early", "steps": steps, "folder": str(tmp_path)}}, base=tmp_path)
 
 
 def summary_of(tmp_path: Path) -> dict[str, object]:
@@ -61,3 +62,12 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_closes_its_ledger(tmp_pat
     assert summary["ended_early"] == "interrupted"
     assert summary["ledger_closed"] is True
     assert summary["rollout_tokens"] == summary["trained_tokens"] + sum(summary["tokens_dropped"].values())
+
+
+def test_a_rollout_counted_twice_at_the_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplayBuffer, "drop_all", lambda self, reason: self.ledger.dropped(reason, tokens=4, rollouts=1))
+    with pytest.raises(LedgerError, match="does not close"):
+        asyncio.run(asyncio.wait_for(train(config(tmp_path, reward="varied", steps=2), echo=lambda line: None), LIMIT_S))
+    summary = summary_of(tmp_path)
+    assert summary["ledger_closed"] is False
+    assert str(summary["ended_early"]).startswith("LedgerError: ")

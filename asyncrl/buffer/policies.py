@@ -69,7 +69,7 @@ class Lease:
 
     def admit(self, view: BufferView) -> int:
         """Free slots within capacity and depth."""
-        return max(0, min(self.capacity_groups, view.depth_groups) - len(view.slots))
+        return _free_slots(view, self.capacity_groups)
 
     def select(self, view: BufferView) -> tuple[int, ...] | Missing:
         """Oldest ready first, inside the window."""
@@ -107,7 +107,7 @@ class Soft:
 
     def admit(self, view: BufferView) -> int:
         """Free slots within capacity and depth."""
-        return max(0, min(self.capacity_groups, view.depth_groups) - len(view.slots))
+        return _free_slots(view, self.capacity_groups)
 
     def select(self, view: BufferView) -> tuple[int, ...] | Missing:
         """Oldest ready first."""
@@ -161,6 +161,10 @@ class FixedLag:
         """Every token min(n, steps since the start) old."""
         staleness = min(self.lag_steps, version - self.start_version)
         check_staleness(batch, version, least=staleness, most=staleness)
+
+
+def _free_slots(view: BufferView, capacity_groups: int) -> int:
+    return max(0, min(capacity_groups, view.depth_groups) - len(view.slots))
 
 
 def require_publish_every_step(publish_every_steps: int) -> None:
