@@ -19,8 +19,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl import errors
-from asyncrl.errors import AsyncRLError, ProtocolError, RemoteError
+from asyncrl.errors import ProtocolError, describe_error
 
 MAX_HEADER_BYTES = 64 * 2**20
 MAX_ARRAY_BYTES = 4 * 2**30
@@ -204,34 +203,6 @@ def serve_calls(channel: Channel, handlers: Mapping[str, Callable[[Request], Rep
                 _answer(channel, request, handlers)
         except ParentGone:
             return
-
-
-def describe_error(error: BaseException) -> dict[str, Any]:
-    """Class name, text, traceback and plain attributes of an error, as `rebuild_error` takes them."""
-    attributes = {name: value if isinstance(value, (str, int, float, type(None))) else repr(value)
-                  for name, value in vars(error).items() if not name.startswith("_")}
-    return {"kind": type(error).__name__, "message": str(error), "attributes": attributes,
-            "traceback": "".join(traceback.format_exception(error))}
-
-
-def rebuild_error(described: Mapping[str, Any], *, where: str) -> AsyncRLError:
-    """The error a child described: the same class when it is one of ours, else RemoteError with the child's traceback.
-
-    Raises ProtocolError for what `describe_error` did not make.
-    """
-    fields = {"kind": str, "message": str, "traceback": str, "attributes": dict}
-    if not all(isinstance(described.get(name), expected) for name, expected in fields.items()):
-        raise ProtocolError(f"an error must be described by {', '.join(fields)}")
-    if not all(isinstance(name, str) and not name.startswith("_") for name in described["attributes"]):
-        raise ProtocolError("attributes of an error must have public names")
-    kind = getattr(errors, described["kind"], None)
-    if not (isinstance(kind, type) and issubclass(kind, AsyncRLError)):
-        return RemoteError(f"{where}: {described['kind']}: {described['message']}\n{described['traceback']}")
-    error = kind.__new__(kind, described["message"])
-    for name, value in described["attributes"].items():
-        setattr(error, name, value)
-    error.add_note(f"raised in {where}:\n{described['traceback']}")
-    return error
 
 
 def _answer(channel: Channel, request: Request, handlers: Mapping[str, Callable[[Request], Reply | Mapping[str, Any] | None]]) -> None:

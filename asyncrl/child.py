@@ -22,9 +22,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from asyncrl.channel import CANCEL, CLOSE, ERROR, NOTICE_ID, PART, START_ID, Channel, Message, ParentGone, Reply, rebuild_error
+from asyncrl.channel import CANCEL, CLOSE, ERROR, NOTICE_ID, PART, START_ID, Channel, Message, ParentGone, Reply
 from asyncrl.connection import Connection
-from asyncrl.errors import ChildDied, ProtocolError
+from asyncrl.errors import ChildDied, ProtocolError, rebuild_error
 from asyncrl.process import Exit, die_with_parent, last_lines, peak_memory_bytes, reap, require_main_thread
 
 _SETTLE_S = 1.0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
 
 class AsyncRLError(Exception):
     """Base of every error this library raises on purpose."""
@@ -84,3 +88,31 @@ class LedgerError(AsyncRLError):
 
 class RunAborted(AsyncRLError):
     """A safety limit ended the run; the message names the limit and the likely cause."""
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Class name, text, traceback and plain attributes of an error, as `rebuild_error` takes them."""
+    attributes = {name: value if isinstance(value, (str, int, float, type(None))) else repr(value)
+                  for name, value in vars(error).items() if not name.startswith("_")}
+    return {"kind": type(error).__name__, "message": str(error), "attributes": attributes,
+            "traceback": "".join(traceback.format_exception(error))}
+
+
+def rebuild_error(described: Mapping[str, Any], *, where: str) -> AsyncRLError:
+    """The error another process described: the same class when it is one of ours, else RemoteError with that traceback.
+
+    Raises ProtocolError for what `describe_error` did not make.
+    """
+    fields = {"kind": str, "message": str, "traceback": str, "attributes": dict}
+    if not all(isinstance(described.get(name), expected) for name, expected in fields.items()):
+        raise ProtocolError(f"an error must be described by {', '.join(fields)}")
+    if not all(isinstance(name, str) and not name.startswith("_") for name in described["attributes"]):
+        raise ProtocolError("attributes of an error must have public names")
+    kind = globals().get(described["kind"])
+    if not (isinstance(kind, type) and issubclass(kind, AsyncRLError)):
+        return RemoteError(f"{where}: {described['kind']}: {described['message']}\n{described['traceback']}")
+    error = kind.__new__(kind, described["message"])
+    for name, value in described["attributes"].items():
+        setattr(error, name, value)
+    error.add_note(f"raised in {where}:\n{described['traceback']}")
+    return error

@@ -18,13 +18,11 @@ from asyncrl.channel import (
     Message,
     ParentGone,
     Reply,
-    describe_error,
     encode,
     pack,
-    rebuild_error,
     serve_calls,
 )
-from asyncrl.errors import AsyncRLError, ConfigError, EngineError, ProtocolError, RemoteError
+from asyncrl.errors import ProtocolError
 
 ARRAYS = {
     "matrix": np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -136,28 +134,6 @@ def test_what_cannot_travel_is_refused_by_the_sender() -> None:
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (MAX_ARRAY_BYTES + 1,), (0,))
     with pytest.raises(ProtocolError, match="4294967297 bytes of arrays"):
         encode(Message("op", arrays={"a": huge}))
-
-
-@pytest.mark.parametrize("change", [{"kind": 3}, {"message": None}, {"traceback": 1}, {"attributes": []}, {"attributes": {1: 2}},
-                                    {"attributes": {"__class__": "x"}}])
-def test_an_error_that_was_not_described_by_us_is_malformed(change: dict) -> None:
-    with pytest.raises(ProtocolError):
-        rebuild_error(describe_error(ValueError("x")) | change, where="child 'e'")
-    with pytest.raises(ProtocolError):
-        rebuild_error({}, where="child 'e'")
-
-
-def test_our_errors_are_rebuilt_as_their_class_and_others_are_remote() -> None:
-    config = rebuild_error(describe_error(ConfigError("a.b", value=2, allowed="1", remedy="Take 1.")), where="child 'e'")
-    assert type(config) is ConfigError
-    assert str(config) == "a.b = 2 is not allowed: 1. Take 1."
-    assert (config.field, config.value, config.remedy) == ("a.b", 2, "Take 1.")
-    assert type(rebuild_error(describe_error(EngineError("full")), where="child 'e'")) is EngineError
-    for kind in (KeyError("x"), type("TYPE_CHECKING", (Exception,), {})("x")):
-        remote = rebuild_error(describe_error(kind), where="child 'e'")
-        assert type(remote) is RemoteError
-        assert str(remote).startswith(f"child 'e': {type(kind).__name__}: ")
-    assert isinstance(remote, AsyncRLError)
 
 
 def test_serve_calls_answers_each_request_and_survives_a_failing_notice() -> None:

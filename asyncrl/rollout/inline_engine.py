@@ -58,10 +58,10 @@ class InlineEngine:
         from asyncrl.rollout.loaded_model import load_model
         from asyncrl.weights.receiver import Receiver
         from asyncrl.weights.store import StoreTransport
-        from asyncrl.weights.torch_pieces import checkpoint_tensors
+        from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
         self._model = load_model(self._facts.folder, dtype=self._config.dtype)
-        self._receiver = Receiver(checkpoint_tensors(self._model), store=StoreTransport(paths.weights))
+        self._receiver = Receiver(memory_targets(checkpoint_tensors(self._model)), store=StoreTransport(paths.weights))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

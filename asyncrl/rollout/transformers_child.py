@@ -1,9 +1,4 @@
-"""The child of `TransformersEngine`: a model, its sampler and a weight receiver behind a channel.
-
-    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error]]} with tokens and logprobs
-    requests          {new: [[key, prompt tokens, budget, temperature]], cancelled: [key]} with all prompts in a row
-    hold · pause · apply · resume · health
-"""
+"""The child of `TransformersEngine`: a model, its sampler and a weight receiver behind the protocol of `child_engine`."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ from asyncrl.types import NOT_SAMPLED
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.torch_pieces import checkpoint_tensors
+from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
@@ -53,7 +48,7 @@ class _Child:
     def __init__(self, channel: Channel, spec: Mapping[str, Any]) -> None:
         self._channel = channel
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"])
-        self._receiver = Receiver(checkpoint_tensors(model), store=StoreTransport(Path(spec["weights"])))
+        self._receiver = Receiver(memory_targets(checkpoint_tensors(model)), store=StoreTransport(Path(spec["weights"])))
         self._stream_id: int | None = None
         self._messages = 0
         self._paused_at_s = time.monotonic()
@@ -82,7 +77,7 @@ class _Child:
     def _requests(self, request: Request) -> Mapping[str, Any]:
         tokens = request.arrays["tokens"].tolist()
         jobs, start = [], 0
-        for key, length, budget, temperature in request.body["new"]:
+        for key, length, budget, temperature, _ in request.body["new"]:
             jobs.append(Job(key, tokens[start:start + length], budget, temperature))
             start += length
         self.sampler.submit(jobs)

@@ -49,6 +49,10 @@ class Changes:
         return slice(None) if self.indices is None else self.indices
 
 
+EVERYWHERE = Changes(None, np.empty(0, np.uint8))
+"""For reading a whole piece: names every element, brings no value."""
+
+
 def word_dtype(dtype: str) -> np.dtype[Any]:
     """The unsigned integer as wide as an element of the safetensors dtype `dtype`. Raises WeightSyncError."""
     if dtype not in _WORDS:

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.codec import Changes, decode
+from asyncrl.weights.codec import EVERYWHERE, Changes, decode
 from asyncrl.weights.manifest import Manifest, TensorEntry
 from asyncrl.weights.state_hash import MODULUS, hash_bits, hash_delta, tensor_seed
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.targets import Target, check_manifest, check_targets
-from asyncrl.weights.torch_pieces import bits_of, dtype_name
+from asyncrl.weights.targets import Target, check_manifest
 
 AUDIT_EVERY_DELTAS = 50
 """A delta proves only what it touches. Hashing all of memory costs about as much as an anchor: as rare as the parity probe by default."""
+_AUDIT_ELEMENTS = 1 << 22
+"""Read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,12 @@ class Receiver:
     """Applies published versions to tensors of the runtime model, in place; tied storage stays tied.
 
     Args:
-        targets: by checkpoint name, tied weights once (`checkpoint_tensors(model)`); contiguous, on the CPU.
+        targets: by checkpoint name, tied weights once, no two of them on the same memory (`memory_targets`, `record_routes`).
         store: where parts lie.
     """
 
-    def __init__(self, targets: Mapping[str, Tensor], *, store: StoreTransport) -> None:
-        self._targets = {name: _target(name, tensor) for name, tensor in targets.items()}
-        check_targets(self._targets)
+    def __init__(self, targets: Mapping[str, Target], *, store: StoreTransport) -> None:
+        self._targets = dict(targets)
         self._store = store
         self._held: _Held | None = None
         self._run_epoch: int | None = None
@@ -176,19 +175,16 @@ def _decoded(manifest: Manifest, parts: list[NDArray[np.uint8]]) -> Iterator[tup
 
 
 def _whole_hash(target: Target, dtype: str) -> int:
-    size = target.memory.size
-    entry = TensorEntry(name=target.name, dtype=dtype, shape=target.shape, mode="dense", part=0, offset=0, bytes=0, start=0, length=size,
-                        count=size)
-    return hash_bits(tensor_seed(target.name, dtype), target.read(entry, Changes(None, target.memory)), start=0)
+    seed, total = tensor_seed(target.name, dtype), 0
+    for start in range(0, target.size, _AUDIT_ELEMENTS):
+        length = min(_AUDIT_ELEMENTS, target.size - start)
+        entry = TensorEntry(name=target.name, dtype=dtype, shape=target.shape, mode="dense", part=0, offset=0, bytes=0, start=start,
+                            length=length, count=length)
+        total += hash_bits(seed, target.read(entry, EVERYWHERE), start=start)
+    return total
 
 
 def _base_of(manifest: Manifest) -> int:
     if manifest.base is None or manifest.base >= manifest.version:
         raise WeightSyncError(f"version {manifest.version} names base {manifest.base}: a base is older than its version")
     return manifest.base
-
-
-def _target(name: str, tensor: Tensor) -> Target:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise WeightSyncError(f"{name}: a receiver writes contiguous CPU memory, this is {tensor.device} with strides {tensor.stride()}")
-    return Target(name=name, shape=tuple(tensor.shape), dtype=dtype_name(name, tensor.dtype), memory=bits_of(tensor))

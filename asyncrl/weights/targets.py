@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -17,43 +18,91 @@ _SHOWN = 3
 """Names in an error message."""
 
 
+class Target(Protocol):
+    """One tensor of the runtime model, by its checkpoint name and in checkpoint coordinates, wherever its elements lie."""
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """At runtime; safetensors name."""
+
+    @property
+    def size(self) -> int:
+        """Elements that can be read and written here."""
+
+    def accepts(self, dtype: str) -> bool:
+        """Whether published `dtype` fits exactly and can be read back."""
+
+    def read(self, entry: TensorEntry, changes: Changes) -> Bits:
+        """Published bits now at the places `changes` names. Raises WeightSyncError when memory holds what was never published."""
+
+    def write(self, entry: TensorEntry, changes: Changes) -> None:
+        """Put `changes` in place and read them back. Raises WeightSyncError when memory does not hold them afterwards."""
+
+
+def fits(published: str, runtime: str) -> bool:
+    """Whether published values fit a runtime dtype exactly and can be read back: the same dtype, or BF16 in F32."""
+    return published == runtime or (published, runtime) == ("BF16", "F32")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
-    """One tensor of the runtime model, by its checkpoint name."""
+class MemoryTarget:
+    """A target whose elements lie one after another in the memory of this process."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """At runtime; safetensors name."""
     memory: Bits
     """The tensor's own memory, flat, as raw bits of `dtype`."""
 
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.memory.size
+
     def accepts(self, dtype: str) -> bool:
-        """Whether published `dtype` fits exactly and can be read back: the same one, or BF16 in F32."""
-        return dtype == self.dtype or (dtype, self.dtype) == ("BF16", "F32")
+        """See `Target.accepts`."""
+        return fits(dtype, self.dtype)
 
     def view(self, dtype: str) -> Bits:
         """The memory as published bits. BF16 is the upper half of F32, so no copy in the published dtype is kept."""
         return self.memory if dtype == self.dtype else self.memory.view("<u2")[1::2]
 
     def read(self, entry: TensorEntry, changes: Changes) -> Bits:
-        """Published bits now at the places `changes` names. Raises WeightSyncError when the memory holds what was never published."""
+        """See `Target.read`."""
         span = slice(entry.start, entry.start + entry.length)
         if entry.dtype != self.dtype and np.any(self.memory.view("<u2")[0::2][span][changes.selection]):
-            raise WeightSyncError(f"{self.name} holds values that are no {entry.dtype}: something other than weight sync wrote to it")
+            raise never_published(self.name, entry.dtype)
         return self.view(entry.dtype)[span][changes.selection]
 
     def write(self, entry: TensorEntry, changes: Changes) -> None:
-        """Put `changes` in place and read them back. Raises WeightSyncError when memory does not hold them afterwards."""
+        """See `Target.write`."""
         span = slice(entry.start, entry.start + entry.length)
         self.view(entry.dtype)[span][changes.selection] = changes.values
         if entry.dtype != self.dtype:
             self.memory.view("<u2")[0::2][span][changes.selection] = 0
         if not np.array_equal(self.read(entry, changes), changes.values):
-            raise WeightSyncError(f"{self.name} does not hold what was written to it")
+            raise not_held(self.name)
 
 
-def check_targets(targets: Mapping[str, Target]) -> None:
+def never_published(name: str, dtype: str) -> WeightSyncError:
+    """What a target raises that holds more than the published dtype can say."""
+    return WeightSyncError(f"{name} holds values that are no {dtype}: something other than weight sync wrote to it")
+
+
+def not_held(name: str) -> WeightSyncError:
+    """What a target raises whose memory differs from what was just written."""
+    return WeightSyncError(f"{name} does not hold what was written to it")
+
+
+def check_memory(targets: Mapping[str, MemoryTarget]) -> None:
     """Raise WeightSyncError unless all targets can be written and no two share memory."""
     spans = sorted((target.memory.ctypes.data, target.memory.nbytes, name) for name, target in targets.items() if target.memory.size)
     for (start, size, name), (following, _, other) in pairwise(spans):
@@ -76,7 +125,7 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, Target], *, dtypes:
             raise WeightSyncError(f"{entry.name} was published as {dtypes[entry.name]}, the delta has {entry.dtype}")
     covered = _coverage(manifest)
     if manifest.base is None:
-        short = [name for name, target in targets.items() if covered.get(name, 0) != target.memory.size]
+        short = [name for name, target in targets.items() if covered.get(name, 0) != target.size]
         if short:
             raise WeightSyncError(f"anchor {manifest.version} leaves {len(short)} tensors unset or in part: {', '.join(short[:_SHOWN])} …")
 
@@ -92,8 +141,8 @@ def _check_entry(entry: TensorEntry, manifest: Manifest, targets: Mapping[str, T
                               "reversibly: publish in the runtime dtype, or BF16 for a F32 runtime")
     if manifest.base is None and entry.mode != "dense":
         raise WeightSyncError(f"{entry.name} is {entry.mode} in an anchor, which must be dense")
-    if not (entry.start >= 0 and entry.length > 0 and entry.start + entry.length <= target.memory.size):
-        raise WeightSyncError(f"{entry.name}: elements {entry.start} … {entry.start + entry.length} lie outside its {target.memory.size}")
+    if not (entry.start >= 0 and entry.length > 0 and entry.start + entry.length <= target.size):
+        raise WeightSyncError(f"{entry.name}: elements {entry.start} … {entry.start + entry.length} lie outside its {target.size}")
     if not 0 <= entry.part < len(manifest.parts):
         raise WeightSyncError(f"{entry.name} names part {entry.part} of {len(manifest.parts)}")
     expected = payload_bytes(entry.mode, length=entry.length, count=entry.count, itemsize=word_dtype(entry.dtype).itemsize)

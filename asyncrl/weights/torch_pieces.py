@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from asyncrl.errors import NonFiniteError, WeightSyncError
 from asyncrl.weights.codec import Bits
 from asyncrl.weights.manifest import Piece
+from asyncrl.weights.targets import MemoryTarget, check_memory
 
 PublishedDtype = Literal["bfloat16", "float32"]
 
@@ -32,6 +33,13 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     that is no tensor.
     """
     return {name: tensor.detach() for name, tensor in _checkpoint_state(model).items()}
+
+
+def memory_targets(tensors: Mapping[str, Tensor]) -> dict[str, MemoryTarget]:
+    """Tensors as what a `Receiver` writes to. Raises WeightSyncError unless they are contiguous, on the CPU, and share no memory."""
+    targets = {name: _target(name, tensor) for name, tensor in tensors.items()}
+    check_memory(targets)
+    return targets
 
 
 def local_pieces(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> tuple[Piece, ...]:
@@ -100,6 +108,12 @@ def _shard(name: str, tensor: Tensor, *, rank: int) -> tuple[int, Tensor]:
         raise WeightSyncError(f"{name} holds a shard of shape {tuple(local.shape)} where its layout says {tuple(shape)}")
     row = tensor.numel() // tensor.shape[0] if tensor.ndim and tensor.shape[0] else 1
     return (offset[0] * row if offset else 0), (local.reshape(-1)[:0] if replica else local)
+
+
+def _target(name: str, tensor: Tensor) -> MemoryTarget:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise WeightSyncError(f"{name}: a receiver writes contiguous CPU memory, this is {tensor.device} with strides {tensor.stride()}")
+    return MemoryTarget(name=name, shape=tuple(tensor.shape), dtype=dtype_name(name, tensor.dtype), memory=bits_of(tensor))
 
 
 def _published_dtype(name: str) -> torch.dtype:

@@ -116,7 +116,7 @@ def test_a_failed_write_leaves_an_engine_that_serves_nothing_until_an_anchor(rig
         await rig.begin()
         await rig.engine.pause(Interruption.KEEP)
         with monkeypatch.context() as patched:
-            patched.setattr("asyncrl.weights.targets.Target.write", fail)
+            patched.setattr("asyncrl.weights.targets.MemoryTarget.write", fail)
             with pytest.raises(WeightSyncError, match="reads back differently"):
                 await rig.apply(1, 0)
         assert (await rig.engine.health()).version == NOT_SAMPLED

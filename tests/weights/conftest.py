@@ -13,6 +13,7 @@ from asyncrl.weights.manifest import Manifest, Piece, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
+from asyncrl.weights.torch_pieces import memory_targets
 
 SHAPES = {"embed.weight": (40, 7), "norm.weight": (1,), "up.weight": (3, 5)}
 
@@ -76,6 +77,6 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 def synced(rig: Rig) -> tuple[Rig, dict[str, torch.Tensor], Receiver]:
     """A receiver that holds the anchor, version 0."""
     targets = rig.targets()
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(memory_targets(targets), store=rig.store)
     receiver.apply(rig.publish(0, base=None))
     return rig, targets, receiver

@@ -7,6 +7,7 @@ import torch
 
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
+from asyncrl.weights.torch_pieces import memory_targets
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ def received(store):
     manifest = store.manifest(1)
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
     targets = {entry.name: torch.zeros(entry.shape, dtype=dtypes[entry.dtype]) for entry in store.manifest(0).tensors}
-    receiver = Receiver(targets, store=store)
+    receiver = Receiver(memory_targets(targets), store=store)
     receiver.catch_up(manifest)
     receiver.audit()
     return targets

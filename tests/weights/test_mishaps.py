@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.torch_pieces import memory_targets
 
 mishaps = st.lists(st.tuples(st.sampled_from(["none", "none", "drop", "catch_up", "duplicate", "old", "truncate", "flip", "no_manifest",
                                               "anchor"]), st.floats(0, 1), st.integers(0, 2**16)), min_size=50, max_size=50)
@@ -18,7 +19,7 @@ mishaps = st.lists(st.tuples(st.sampled_from(["none", "none", "drop", "catch_up"
 def test_over_fifty_versions_of_mishaps_a_receiver_is_right_or_refuses(make_rig, mishaps, seed, dtype):
     rig = make_rig(seed=seed)
     targets = rig.targets(dtype)
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(memory_targets(targets), store=rig.store)
     manifests = [rig.publish(0, base=None)]
     states = [dict(rig.state)]
     receiver.apply(manifests[0])

@@ -7,7 +7,8 @@ import torch
 
 from asyncrl.errors import WeightSyncError, WrongBase
 from asyncrl.weights.receiver import AUDIT_EVERY_DELTAS, Receiver
-from asyncrl.weights.targets import Target
+from asyncrl.weights.targets import MemoryTarget
+from asyncrl.weights.torch_pieces import memory_targets
 
 
 def snapshot(targets):
@@ -22,7 +23,7 @@ def unchanged(targets, before):
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.4, 1.0])
 def test_an_anchor_and_deltas_give_the_published_bits(rig, dtype, density):
     targets = rig.targets(dtype)
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(memory_targets(targets), store=rig.store)
     assert receiver.apply(rig.publish(0, base=None)) == receiver.state_hash
     for version in range(1, 4):
         rig.change(density)
@@ -76,14 +77,14 @@ def test_a_receiver_without_an_anchor_refuses_deltas(rig):
     rig.change()
     delta = rig.publish(1, base=0)
     with pytest.raises(WrongBase, match="held is nothing yet"):
-        Receiver(rig.targets(), store=rig.store).apply(delta)
+        Receiver(memory_targets(rig.targets()), store=rig.store).apply(delta)
 
 
 def test_a_delta_of_another_state_under_the_right_number_is_refused_before_writing(rig, make_rig):
     # the receiver's version 0 is not the version 0 the delta was made on: numbers agree, bits do not
     other = make_rig(seed=9)
     targets = rig.targets()
-    receiver = Receiver(targets, store=other.store)
+    receiver = Receiver(memory_targets(targets), store=other.store)
     receiver.apply(other.publish(0, base=None))
     rig.publish(0, base=None)
     rig.change()
@@ -120,7 +121,7 @@ def test_an_audit_finds_memory_changed_from_outside_and_an_anchor_heals_it(synce
 
 def test_a_float32_runtime_that_holds_more_than_bf16_is_noticed(rig):
     targets = rig.targets(torch.float32)
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(memory_targets(targets), store=rig.store)
     receiver.apply(rig.publish(0, base=None))
     targets["up.weight"].view(torch.int32)[0, 0] += 1
     with pytest.raises(WeightSyncError, match="no BF16"):
@@ -143,7 +144,7 @@ def test_memory_that_no_delta_touches_is_audited_now_and_then(synced):
 
 def test_an_audit_needs_a_version(rig):
     with pytest.raises(WeightSyncError, match="no anchor was applied yet"):
-        Receiver(rig.targets(), store=rig.store).audit()
+        Receiver(memory_targets(rig.targets()), store=rig.store).audit()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "unlink"])
@@ -209,14 +210,14 @@ def test_a_manifest_that_does_not_fit_is_refused_before_writing(synced, spoil, m
 @pytest.mark.parametrize("missing", [lambda entries: entries[1:], lambda entries: entries[:-1]])
 def test_an_anchor_must_cover_everything(rig, missing):
     manifest = rig.publish(0, base=None)
-    receiver = Receiver(rig.targets(), store=rig.store)
+    receiver = Receiver(memory_targets(rig.targets()), store=rig.store)
     with pytest.raises(WeightSyncError, match="leaves 1 tensors unset"):
         receiver.apply(dataclasses.replace(manifest, tensors=missing(manifest.tensors)))
 
 
 def test_a_tensor_keeps_its_published_dtype_within_a_chain(rig):
     targets = rig.targets(torch.float32)
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(memory_targets(targets), store=rig.store)
     receiver.apply(rig.publish(0, base=None))
     delta = rig.publish(1, base=0)
     entry = dataclasses.replace(delta.tensors[0], dtype="F32")
@@ -228,7 +229,7 @@ def test_a_failure_while_writing_poisons_until_an_anchor(synced, monkeypatch):
     rig, targets, receiver = synced
     rig.change(0.5)
     one = rig.publish(1, base=0)
-    write = Target.write
+    write = MemoryTarget.write
 
     def failing(target, entry, changes):
         if target.name == "up.weight":
@@ -236,7 +237,7 @@ def test_a_failure_while_writing_poisons_until_an_anchor(synced, monkeypatch):
         write(target, entry, changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Target, "write", failing)
+        patch.setattr(MemoryTarget, "write", failing)
         with pytest.raises(MemoryError):
             receiver.apply(one)
     assert (receiver.version, receiver.state_hash) == (None, None)
@@ -254,7 +255,7 @@ def test_a_failure_while_writing_poisons_until_an_anchor(synced, monkeypatch):
 def test_one_engine_of_two_fails_and_the_other_goes_on(synced):
     rig, targets, receiver = synced
     failed_targets = rig.targets()
-    failed = Receiver(failed_targets, store=rig.store)
+    failed = Receiver(memory_targets(failed_targets), store=rig.store)
     failed.apply(rig.store.manifest(0))
     rig.change()
     one = rig.publish(1, base=0)
@@ -336,7 +337,7 @@ def test_catch_up_heals_a_late_engine_from_anchor_and_deltas(synced):
     rig.change(0.3)
     newest = rig.publish(1, base=0)
     targets = rig.targets()
-    Receiver(targets, store=rig.store).catch_up(newest)
+    Receiver(memory_targets(targets), store=rig.store).catch_up(newest)
     assert rig.holds(targets)
 
 
@@ -350,10 +351,10 @@ def test_a_base_that_is_no_older_than_its_version_is_refused(synced):
 def test_targets_that_share_memory_or_are_no_plain_memory_are_refused(rig):
     weight = torch.zeros(4, 4, dtype=torch.bfloat16)
     with pytest.raises(WeightSyncError, match="share memory"):
-        Receiver({"embed.weight": weight, "lm_head.weight": weight}, store=rig.store)
+        Receiver(memory_targets({"embed.weight": weight, "lm_head.weight": weight}), store=rig.store)
     with pytest.raises(WeightSyncError, match="share memory"):
-        Receiver({"a": weight, "b": weight[2:]}, store=rig.store)
+        Receiver(memory_targets({"a": weight, "b": weight[2:]}), store=rig.store)
     with pytest.raises(WeightSyncError, match="contiguous CPU memory"):
-        Receiver({"a": weight.t()}, store=rig.store)
+        Receiver(memory_targets({"a": weight.t()}), store=rig.store)
     with pytest.raises(WeightSyncError, match="complex64"):
-        Receiver({"a": torch.zeros(2, dtype=torch.complex64)}, store=rig.store)
+        Receiver(memory_targets({"a": torch.zeros(2, dtype=torch.complex64)}), store=rig.store)

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.errors import AsyncRLError, ConfigError, EngineError, ProtocolError, RemoteError, describe_error, rebuild_error
+
+
+@pytest.mark.parametrize("change", [{"kind": 3}, {"message": None}, {"traceback": 1}, {"attributes": []}, {"attributes": {1: 2}},
+                                    {"attributes": {"__class__": "x"}}])
+def test_an_error_that_was_not_described_by_us_is_malformed(change: dict) -> None:
+    with pytest.raises(ProtocolError):
+        rebuild_error(describe_error(ValueError("x")) | change, where="child 'e'")
+    with pytest.raises(ProtocolError):
+        rebuild_error({}, where="child 'e'")
+
+
+def test_our_errors_are_rebuilt_as_their_class_and_others_are_remote() -> None:
+    config = rebuild_error(describe_error(ConfigError("a.b", value=2, allowed="1", remedy="Take 1.")), where="child 'e'")
+    assert type(config) is ConfigError
+    assert str(config) == "a.b = 2 is not allowed: 1. Take 1."
+    assert (config.field, config.value, config.remedy) == ("a.b", 2, "Take 1.")
+    assert type(rebuild_error(describe_error(EngineError("full")), where="child 'e'")) is EngineError
+    for kind in (KeyError("x"), type("TYPE_CHECKING", (Exception,), {})("x")):
+        remote = rebuild_error(describe_error(kind), where="child 'e'")
+        assert type(remote) is RemoteError
+        assert str(remote).startswith(f"child 'e': {type(kind).__name__}: ")
+    assert isinstance(remote, AsyncRLError)
