@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.prompts import PromptSource
     from asyncrl.rollout.task_config import ProbeConfig
     from asyncrl.rollout.transformers_engine import TransformersEngine
+    from asyncrl.rollout.vllm_engine import VLLMEngine
     from asyncrl.train.trainer import Trainer
     from asyncrl.types import Prompt, Rollout, RolloutGroup, Sampling, Sequence, Status
     from asyncrl.weights.config import WeightsConfig
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Env", "InlineEngine", "Interruption", "Outcome", "ProbeConfig", "Prompt", "PromptSource", "ReplayBuffer", "Rollout", "RolloutGroup",
     "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status", "StepReport", "Trainer",
-    "TransformersEngine", "WeightsConfig", "load_config",
+    "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
 ]
 
 _HOMES = MappingProxyType({
@@ -40,6 +41,7 @@ _HOMES = MappingProxyType({
     "asyncrl.rollout.prompts": ("PromptSource",),
     "asyncrl.rollout.task_config": ("ProbeConfig",),
     "asyncrl.rollout.transformers_engine": ("TransformersEngine",),
+    "asyncrl.rollout.vllm_engine": ("VLLMEngine",),
     "asyncrl.train.trainer": ("Trainer",),
     "asyncrl.types": ("Prompt", "Rollout", "RolloutGroup", "Sampling", "Sequence", "Status"),
     "asyncrl.weights.config": ("WeightsConfig",),

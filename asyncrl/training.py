@@ -17,13 +17,14 @@ from asyncrl.functions import check_arguments, load_function
 from asyncrl.loop import Run, RunOptions
 from asyncrl.model_folder import model_folder
 from asyncrl.observe.wandb_writer import require_wandb
-from asyncrl.rollout.config import InlineEngineConfig
+from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource, read_jsonl
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
+from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.run_folder import Echo, RunFolder
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
@@ -151,8 +152,8 @@ def build_engine(config: RunConfig, *, model: Path) -> Engine:
     engine = config.engine
     if isinstance(engine, InlineEngineConfig):
         return InlineEngine(model, **dict(engine))
-    seed = config.run.seed if engine.seed is None else engine.seed
-    return TransformersEngine(model, **dict(engine) | {"seed": seed})
+    kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
+    return kind(model, **dict(engine) | {"seed": config.run.seed if engine.seed is None else engine.seed})
 
 
 def _data(config: FunctionData | JsonlData, *, field: str, source: str) -> Iterable[Prompt]:

@@ -39,7 +39,7 @@ TREE: dict[str, Any] = {
 SECTIONS: dict[str, Any] = {
     "model.folder": TREE["model"], "model.function": MADE_MODEL, "warm_up.cross_entropy": WARM_UP, "warm_up.none": {"kind": "none"},
     "prompts.function": FUNCTION_DATA, "prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
-    "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"],
+    "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"], "engine.vllm": {"kind": "vllm"},
     "buffer.policy.lease": {"kind": "lease"}, "buffer.policy.fixed_lag": {"kind": "fixed_lag", "lag_steps": 0},
     "correction.token_tis": {"kind": "token_tis"}, "correction.icepop": {"kind": "icepop"},
     "loss.decoupled_ppo": {"kind": "decoupled_ppo"}, "loss.ppo": {"kind": "ppo"},
@@ -92,6 +92,9 @@ FLIPS: dict[str, Flip] = {
     "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
     **{f"engine.transformers.{name}": flip(value, see.engine_spec) for name, value in {
         "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_tokens": 4096,
+        "context_tokens": 32, "seed": 5}.items()},
+    **{f"engine.vllm.{name}": flip(value, see.engine_spec) for name, value in {
+        "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_bytes": 2**22,
         "context_tokens": 32, "seed": 5}.items()},
     "sampling.temperature": flip(0.7, see.parts), "sampling.max_new_tokens": flip(5, see.parts),
     **{f"sampling.{name}": flip(value, see.parts) for name, value in {

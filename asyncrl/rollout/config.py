@@ -63,4 +63,24 @@ class TransformersEngineConfig(Section):
     """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
 
 
-EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig, Field(discriminator="kind")]
+class VLLMEngineConfig(Section):
+    """vLLM in a child process, on the CPU."""
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the worker; vLLM's two other processes take part of another core."""
+    max_batch_tokens: int = Field(default=2048, ge=16)
+    """Tokens of one forward; longer prompts are read in pieces of this size."""
+    max_running_requests: int = Field(default=256, ge=1)
+    """Requests sampled at once; later ones wait their turn in arrival order."""
+    kv_cache_bytes: int = Field(default=2**30, ge=2**20)
+    """Size of the key-value cache. When it is full, some requests give theirs up and are computed again later."""
+    context_tokens: int | None = Field(default=None, ge=2)
+    """Prompt plus completion; the model's own limit when left out."""
+    seed: int | None = None
+    """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
+
+
+EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

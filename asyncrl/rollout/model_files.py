@@ -41,11 +41,11 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
     return ModelFacts(folder, context_tokens or limit, vocab_size, eos)
 
 
-def refuse_unservable(request: GenerationRequest, facts: ModelFacts) -> None:
+def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, stop_strings: bool = False) -> None:
     """Raise EngineError, final for the request, when an engine that samples softmax(logits / temperature) cannot serve it."""
     where = f"request {request.request_id}"
     sampling, tokens = request.sampling, request.tokens
-    biased = sampling.biased_fields() + (("stop",) if sampling.stop else ())
+    biased = sampling.biased_fields() + (("stop",) if sampling.stop and not stop_strings else ())
     if biased:
         raise EngineError(f"{where}: sampling.{biased[0]} = {getattr(sampling, biased[0])!r} is not supported by this engine")
     try:

@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from asyncrl.paths import RunPaths
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_bits, local_pieces
+from asyncrl.weights.torch_pieces import PublishedDtype, bits_of, checkpoint_tensors, local_bits, local_pieces
 from tests.rollout.engine_contract import Written
 from tests.tiny_model import make_tiny_model
 
@@ -55,32 +56,35 @@ class PublishedModel:
         return torch.cat(found).numpy()
 
 
-def publish_model(root: Path) -> PublishedModel:
-    """A model whose own generation config would bend the distribution and names one of its two end tokens."""
+def publish_model(root: Path, *, dtype: PublishedDtype = "float32", **made: Any) -> PublishedModel:
+    """A model whose own generation config would bend the distribution and names one of its two end tokens.
+
+    Published in `dtype`; `made` goes to `make_tiny_model`. Attention heads have 32 elements, the least that vLLM serves on a CPU.
+    """
     torch.set_num_threads(1)  # more threads only get in each other's way on a model of this size
-    folder = make_tiny_model(root / "model", vocab=VOCAB)
+    folder = make_tiny_model(root / "model", vocab=VOCAB, hidden=128, **made)
     (folder / "generation_config.json").write_text(json.dumps(
         {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "eos_token_id": [5]}))
     paths = RunPaths(root / "run", root / "shared")
     paths.make()
     store = StoreTransport(paths.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    publisher = Publisher(local_pieces(model, rank=0, dtype="float32"), rank=0, store=store)
+    publisher = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store)
     versions, manifests = [], {}
     generator = torch.Generator().manual_seed(3)
     for version in range(3):
         base = version - 1 if version else None
         if version:
             _change(model, generator)
-        publication = publisher.publish(local_bits(model, rank=0, dtype="float32"), version=version, base=base)
+        publication = publisher.publish(local_bits(model, rank=0, dtype=dtype), version=version, base=base)
         manifests[version, base] = merge([publication], run_epoch=0, version=version, base=base)
         store.commit(manifests[version, base])
         publisher.committed(version)
         versions.append(copy.deepcopy(model).eval())
     manifests[2, None] = merge([publisher.anchor()], run_epoch=0, version=2, base=None)
     model.model.norm.weight.data[0] = torch.nan
-    bits = [(piece, bits_of(tensor)) for piece, tensor in
-            zip(local_pieces(model, rank=0, dtype="float32"), checkpoint_tensors(model).values(), strict=True)]
+    bits = [(piece, bits_of(tensor.to(getattr(torch, dtype)))) for piece, tensor in
+            zip(local_pieces(model, rank=0, dtype=dtype), checkpoint_tensors(model).values(), strict=True)]
     manifests[3, 2] = merge([publisher.publish(bits, version=3, base=2)], run_epoch=0, version=3, base=2)
     return PublishedModel(folder, paths, tuple(versions), manifests)
 

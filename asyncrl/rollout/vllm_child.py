@@ -1,0 +1,364 @@
+"""The child of `VLLMEngine`: vLLM's AsyncLLM behind the protocol of `child_engine`, on one asyncio loop.
+
+Requests run to their end inside vLLM; what they have written is read when they end and at each pause, and stamped with the version
+that wrote it. At the end of a request the stamps are compared with vLLM's own record. A request that has not sampled anything at an
+update starts again under the new version, so that no key of an older one stays unnoticed. A version's label salts the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
+from asyncrl.errors import ConfigError, EngineError, WeightSyncError, rebuild_error
+from asyncrl.process import peak_memory_bytes
+from asyncrl.rollout.engine import Interruption
+from asyncrl.types import NOT_SAMPLED, Status
+from asyncrl.weights.manifest import Manifest
+
+_EXTENSION = "asyncrl.weights.vllm_plugin.WorkerExtension"
+_QUIET_TICKS = 4
+"""Turns of the loop without an output after which vLLM's output task, which yields once a turn while it has work, has none left."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request that has not ended."""
+
+    key: str
+    tokens: list[int]
+    params: SamplingParams
+    label: str = ""
+    """Of the version it started under."""
+    task: asyncio.Task[None] | None = None
+    started: int = 0
+    """How often it was given to vLLM."""
+    sent: int = 0
+    """Tokens emitted so far."""
+    stamps: list[tuple[str, int]] = field(default_factory=list)
+    """(version label, tokens emitted under it)."""
+    kv_fresh: bool = True
+
+    @property
+    def request_id(self) -> str:
+        """Its id in vLLM, where ids are not used twice."""
+        return f"{self.key}.{self.started}"
+
+
+def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
+    """Serve one engine until the controller closes it. `spec` is made by `VLLMEngine`."""
+    asyncio.run(_serve(channel, spec))
+
+
+async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
+    engine = _start(spec)
+    child = _Child(channel, engine, eos_tokens=spec["eos_tokens"])
+    try:
+        await child.prepare(folder=spec["folder"], store=spec["weights"])
+        inbox = _receive(channel)
+        assert engine.output_handler is not None
+        engine.output_handler.add_done_callback(lambda _: child.engine_died())
+        channel.ready()
+        with contextlib.suppress(ParentGone):
+            while (request := await inbox.get()) is not None and request.op != CLOSE:
+                if request.op != CANCEL:
+                    await child.handle(request)
+    finally:
+        child.closing = True
+        engine.shutdown(timeout=0)
+
+
+def _start(spec: Mapping[str, Any]) -> AsyncLLM:
+    """vLLM with nothing left to its defaults that could change what is sampled or how its logprobs are given."""
+    on_cpu = current_platform.is_cpu()
+    arguments = AsyncEngineArgs(
+        model=spec["folder"], logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True,
+        enforce_eager=on_cpu, disable_log_stats=True, worker_extension_cls=_EXTENSION, **spec["arguments"])
+    config = arguments.create_engine_config()
+    if on_cpu:
+        _check_head_size(config.model_config.get_head_size())
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _check_head_size(head_size: int) -> None:
+    """Raise ConfigError for a model that vLLM's CPU attention would refuse at its first forward, long after the start."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    allowed = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in allowed:
+        raise ConfigError("model", value=f"attention heads of size {head_size}", allowed=f"one of {allowed} with vLLM on a CPU",
+                          remedy="Choose the transformers engine, or a model with other heads.")
+
+
+def _receive(channel: Channel) -> asyncio.Queue[Request | None]:
+    """Requests of the controller, read by a thread; None when it is gone."""
+    loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
+
+    def read() -> None:
+        with contextlib.suppress(ParentGone, RuntimeError):
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, channel.recv())
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(inbox.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return inbox
+
+
+class _Child:
+    """Handles the controller's requests one after another."""
+
+    def __init__(self, channel: Channel, engine: AsyncLLM, *, eos_tokens: list[int]) -> None:
+        self._channel, self._engine, self._eos_tokens = channel, engine, eos_tokens
+        self._version: int | None = None
+        self._label = ""
+        self._why_no_version = "none has been applied"
+        self._held = self._paused = True
+        self._pause_kind = Interruption.DRAIN
+        self._paused_at_s = time.monotonic()
+        self._recomputed_tokens = 0
+        self._waiting: dict[str, _Job] = {}
+        self._running: dict[str, _Job] = {}
+        self._rows: list[list[Any]] = []
+        self._tokens: list[list[int]] = []
+        self._logprobs: list[list[float]] = []
+        self._stream_id: int | None = None
+        self._messages = 0
+        self.closing = False
+        self._handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any]]]] = {
+            "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
+            "health": self._health}
+
+    async def prepare(self, *, folder: str, store: str) -> None:
+        """Record where weights land, prove it, and pause."""
+        await self._worker("asyncrl_prepare", folder, store)
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def handle(self, request: Request) -> None:
+        """Answer one request; an error is the answer to the request that caused it."""
+        if request.op == "chunks":
+            self._stream_id = request.id
+            return
+        try:
+            self._channel.reply(request.id, await self._handlers[request.op](request))
+        except (ParentGone, asyncio.CancelledError):
+            raise
+        except EngineDeadError:
+            self.engine_died()
+        except Exception as error:
+            self._channel.fail(request.id, error)
+
+    def engine_died(self) -> None:
+        """End the process: an engine that cannot sample is gone."""
+        if not self.closing:
+            os._exit(1)
+
+    async def _requests(self, request: Request) -> Mapping[str, Any]:
+        tokens, start = request.arrays["tokens"].tolist(), 0
+        for key, length, budget, temperature, stop in request.body["new"]:
+            params = sampling_params(budget=budget, temperature=temperature, stop=stop, eos_tokens=self._eos_tokens)
+            self._waiting[key] = _Job(key, tokens[start:start + length], params)
+            start += length
+        self._start_waiting()
+        cancelled = [job for key in request.body["cancelled"] if (job := self._forget(key)) is not None]
+        await self._stop(cancelled)
+        return {}
+
+    async def _hold(self, request: Request) -> Mapping[str, Any]:
+        self._held = True
+        return {"running": list(self._running)}
+
+    async def _pause(self, request: Request) -> Mapping[str, Any]:
+        kind = Interruption(request.body["kind"])
+        self._held, self._paused_at_s, self._pause_kind = True, time.monotonic(), kind
+        recompute = kind is Interruption.RECOMPUTE
+        await self._engine.pause_generation(mode="keep", clear_cache=recompute)
+        self._paused = True
+        await self._outputs_processed()
+        jobs = list(self._running.values())
+        begun = [job for job in jobs if self._emit_partial(job)]
+        await self._stop([job for job in jobs if job.key not in self._running])
+        self._recomputed_tokens = sum(len(job.tokens) + job.sent for job in begun) if recompute else 0
+        self._flush()
+        return {"messages": self._messages}
+
+    async def _apply(self, request: Request) -> Mapping[str, Any]:
+        if not self._paused:
+            raise WeightSyncError("weights are applied only between pause and resume")
+        manifest = Manifest.from_json(request.body["manifest"])
+        try:
+            state_hash = (await self._worker("asyncrl_apply", request.body["manifest"]))["state_hash"]
+        except Exception:
+            state = await self._worker("asyncrl_state")
+            if state["version"] is None:
+                self._version, self._why_no_version = None, state["poisoned"] or self._why_no_version
+            raise
+        self._version, self._why_no_version = None, "the version label was not set"
+        self._label = f"{manifest.run_epoch}.{manifest.version}"
+        await self._engine.update_weight_version(self._label)
+        self._version = manifest.version
+        if self._pause_kind is not Interruption.RECOMPUTE:
+            for job in self._running.values():
+                job.kv_fresh = False
+        return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s, "recomputed_tokens": self._recomputed_tokens}
+
+    async def _resume(self, request: Request) -> Mapping[str, Any]:
+        if self._version is None:
+            raise WeightSyncError(f"no version is held to sample from: {self._why_no_version}")
+        restarted = [job for job in self._running.values() if not job.sent and job.label != self._label]
+        await self._stop(restarted)
+        await self._engine.resume_generation()
+        self._held = self._paused = False
+        for job in restarted:
+            self._begin(job)
+        self._start_waiting()
+        return {}
+
+    async def _health(self, request: Request) -> Mapping[str, Any]:
+        state = await self._worker("asyncrl_state")
+        return {"version": NOT_SAMPLED if self._version is None else self._version,
+                "running_requests": self._engine.get_num_unfinished_requests() + len(self._waiting),
+                "peak_memory_bytes": state["peak_memory_bytes"] + peak_memory_bytes()}
+
+    async def _worker(self, method: str, *arguments: str) -> Mapping[str, Any]:
+        """What the worker's extension answers. Raises the worker's own error."""
+        answer, = await self._engine.collective_rpc(method, args=arguments)
+        if "error" in answer:
+            raise rebuild_error(answer["error"], where="vLLM's worker")
+        return answer
+
+    def _start_waiting(self) -> None:
+        if not self._held:
+            waiting, self._waiting = self._waiting, {}
+            for job in waiting.values():
+                self._begin(job)
+
+    def _begin(self, job: _Job) -> None:
+        job.label, job.kv_fresh, job.started = self._label, True, job.started + 1
+        self._running[job.key] = job
+        job.task = asyncio.create_task(self._generate(job))
+
+    async def _generate(self, job: _Job) -> None:
+        prompt = {"prompt_token_ids": job.tokens, "cache_salt": job.label}
+        try:
+            async for output in self._engine.generate(prompt, job.params, job.request_id):
+                self._finish(job, output.outputs[0])
+        except EngineDeadError:
+            self.engine_died()
+        except Exception as error:
+            self._end(job, Status.ENGINE_ERROR, " ".join(f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e is not None))
+
+    def _finish(self, job: _Job, output: CompletionOutput) -> None:
+        """The one output of a request: all it wrote. Raises EngineError."""
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended the request with {output.finish_reason!r}")
+        if self._emit(job, list(output.token_ids), output.logprobs):
+            _check_stamps(job, output)
+            self._end(job, Status(output.finish_reason))
+        else:
+            self._end(job, Status.NONFINITE_LOGPROB)
+
+    def _emit_partial(self, job: _Job) -> bool:
+        """Emit what a running request has written; whether it goes on and has written. The one place that reads vLLM's own states."""
+        states = self._engine.output_processor
+        state = states.request_states[states.external_req_ids[job.request_id][0]]
+        try:
+            goes_on = self._emit(job, list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs)
+        except EngineError as error:
+            self._end(job, Status.ENGINE_ERROR, str(error))
+            goes_on = False
+        else:
+            if not goes_on:
+                self._end(job, Status.NONFINITE_LOGPROB)
+        return goes_on and job.sent > 0
+
+    def _emit(self, job: _Job, tokens: list[int], logprobs: FlatLogprobs | None) -> bool:
+        """Emit what is new in `tokens`; False when a logprob is no number, and only what comes before it was emitted."""
+        if logprobs is None or len(logprobs.logprobs) != len(tokens):
+            raise EngineError(f"vLLM gave {len(tokens)} tokens and {'no' if logprobs is None else len(logprobs.logprobs)} logprobs")
+        new = logprobs.logprobs[job.sent:]
+        count = next((index for index, logprob in enumerate(new) if not isfinite(logprob)), len(new))
+        if count:
+            self._row(job, tokens[job.sent:job.sent + count], new[:count], None, "")
+            job.stamps.append((self._label, count))
+            job.sent += count
+        return count == len(new)
+
+    def _end(self, job: _Job, finish: Status, error: str = "") -> None:
+        self._running.pop(job.key, None)
+        self._row(job, [], [], finish, error)
+
+    def _row(self, job: _Job, tokens: list[int], logprobs: list[float], finish: Status | None, error: str) -> None:
+        if not self._rows:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._rows.append([job.key, len(tokens), job.kv_fresh, finish and finish.value, error])
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+
+    def _flush(self) -> None:
+        """Send what was emitted in this turn of the loop as one message."""
+        if not self._rows:
+            return
+        assert self._stream_id is not None, "the controller opens the stream before it sends a request"
+        arrays = {"tokens": np.fromiter(chain.from_iterable(self._tokens), np.int32),
+                  "logprobs": np.fromiter(chain.from_iterable(self._logprobs), np.float32)}
+        rows, self._rows, self._tokens, self._logprobs = self._rows, [], [], []
+        self._messages += 1
+        self._channel.reply(self._stream_id, {"version": self._version, "rows": rows}, arrays=arrays, last=False)
+
+    def _forget(self, key: str) -> _Job | None:
+        return self._running.pop(key, None) if self._waiting.pop(key, None) is None else None
+
+    async def _stop(self, jobs: list[_Job]) -> None:
+        """Abort requests; returns when vLLM has forgotten them."""
+        tasks = [job.task for job in jobs if job.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outputs_processed(self) -> None:
+        """Waits until vLLM knows every request that was begun, and each output of its core has reached the request it belongs to."""
+        queue, states, quiet, seen = self._engine.engine_core.outputs_queue, self._engine.output_processor, 0, -1
+        while quiet < _QUIET_TICKS:
+            await asyncio.sleep(0)
+            written = sum(state.detokenizer.num_output_tokens() for state in states.request_states.values())
+            known = all(job.request_id in states.external_req_ids for job in self._running.values())
+            quiet = quiet + 1 if known and queue.empty() and written == seen else 0
+            seen = written
+
+
+def sampling_params(*, budget: int, temperature: float, stop: list[str], eos_tokens: list[int]) -> SamplingParams:
+    """One request's parameters, every field that touches the distribution explicit; the logprob of each sampled token and no other."""
+    return SamplingParams(
+        n=1, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        min_tokens=0, max_tokens=budget, stop=stop or None, stop_token_ids=eos_tokens, ignore_eos=True, seed=None, logit_bias=None,
+        bad_words=None, allowed_token_ids=None, logprobs=0, flat_logprobs=True, detokenize=bool(stop), skip_clone=True,
+        output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _check_stamps(job: _Job, output: CompletionOutput) -> None:
+    """Raise EngineError unless vLLM's own record says that the versions we stamped wrote the tokens."""
+    record = [(span.version, span.end - span.start) for span in output.weight_versions or () if span.end > span.start]
+    ours: list[tuple[str, int]] = []
+    for label, count in job.stamps:
+        ours = [*ours[:-1], (label, ours[-1][1] + count)] if ours and ours[-1][0] == label else [*ours, (label, count)]
+    if record != ours:
+        raise EngineError(f"tokens were stamped with {ours}, vLLM's record is {record}")
