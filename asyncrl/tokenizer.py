@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
+from asyncrl.chat_template import ChatTemplate
 from asyncrl.errors import ConfigError
 from asyncrl.model_folder import reading
 
@@ -17,7 +19,8 @@ class Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
     `encode` applies the folder's post-processor once, and not to a text that already begins with what it would put in front:
-    a beginning-of-sequence token, by tokenizer or by template, stands there exactly once.
+    a beginning-of-sequence token, by tokenizer or by template, stands there exactly once. What it would put at the end
+    is left out: a prompt goes on.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -27,13 +30,22 @@ class Tokenizer:
                               remedy="Save the tokenizer beside the weights (tokenizer.save_pretrained(folder)).")
         with reading(path):
             self._tokenizer = FastTokenizer.from_file(str(path))
+        self._folder = folder
+        self._template: ChatTemplate | None = None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The conversation as text by the folder's chat template, up to where the answer begins. Raises ConfigError without one."""
+        if self._template is None:
+            self._template = ChatTemplate(self._folder)
+        return self._template.render(messages, **variables)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text`, special tokens as the folder prescribes."""
+        """Token ids of a text that goes on, special tokens in front as the folder prescribes."""
         encoded = self._tokenizer.encode(text)
-        added = list(itertools.takewhile(bool, encoded.special_tokens_mask))
-        prefix, rest = encoded.ids[:len(added)], encoded.ids[len(added):]
-        return tuple(rest if added and rest[:len(added)] == prefix else encoded.ids)
+        added = len(list(itertools.takewhile(bool, encoded.special_tokens_mask)))
+        behind = len(list(itertools.takewhile(bool, reversed(encoded.special_tokens_mask[added:]))))
+        prefix, rest = encoded.ids[:added], encoded.ids[added:len(encoded.ids) - behind]
+        return tuple(rest if rest[:added] == prefix else prefix + rest)
 
     def encode_rest(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that goes on, without special tokens."""

@@ -49,9 +49,10 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task. `columns` reach the reward; exactly one of `text` and `tokens` may be left empty."""
+    """One task, given as text, tokens or messages. `columns` reach the reward."""
 
     text: str = ""
+    """Filled by the prompt source when empty: `messages` by the model's chat template, else `tokens` decoded."""
     tokens: tuple[int, ...] = ()
     """Token ids; filled from `text` by the prompt source when empty."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +60,8 @@ class Prompt:
     """Which data set it comes from; metrics are kept per source."""
     prompt_id: str = ""
     """Unique in the run; filled by the prompt source when empty."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """A conversation, `{"role": ..., "content": ...}` each, whose next message the policy writes; empty for plain text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from asyncrl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[..., object]
 
+_TRAINER_KEYWORDS = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's own trainer also passes: objects of its process, which a worker has none of."""
 _TRACE_CHARS = 8000
 """A traceback is cut to its end: deep recursion has thousands of lines."""
 
@@ -52,12 +54,14 @@ def named_rewards(functions: Mapping[str, RewardFunction] | Sequence[RewardFunct
 def serve_rewards(channel: Channel, rewards: Sequence[NamedReward]) -> None:
     """Judge the items of each request in order, one answer a function, until the controller closes or goes.
 
-    An answer is {value, seconds}, or {error} which ends its item.
+    An answer is {value, seconds}, or {error} which ends its item. The value is None where TRL's signature says that the function
+    has nothing to say of this prompt.
     """
     while (request := channel.recv()).op != CLOSE:
         for packed in request.body["items"]:
             item = unpack(packed)
-            prompt = Prompt(**{**item["prompt"], "tokens": tuple(item["prompt"]["tokens"])})
+            fields = item["prompt"]
+            prompt = Prompt(**{**fields, "tokens": tuple(fields["tokens"]), "messages": tuple(fields["messages"])})
             for reward in rewards:
                 answer = _judge(reward, prompt, item["completion"], item["tokens"])
                 channel.reply(request.id, answer, last=False)
@@ -86,7 +90,8 @@ def _call(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[int
         result = reward.function(prompt, completion)
     else:
         given = {name: [value] for name, value in prompt.columns.items()}
-        given |= {"prompts": [prompt.text], "completions": [completion], "completion_ids": [tokens]}
+        given |= {"prompts": [list(prompt.messages) or prompt.text], "completion_ids": [tokens],
+                  "completions": [[{"role": "assistant", "content": completion}] if prompt.messages else completion]}
         result = reward.function(**{name: value for name, value in given.items() if reward.takes_all or name in reward.keywords})
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -95,14 +100,14 @@ async def _awaited(result: Any) -> object:
     return await result
 
 
-def _single(reward: NamedReward, result: object) -> float:
-    """The number in the list of one that TRL's signature returns for a list of one completion."""
+def _single(reward: NamedReward, result: object) -> float | None:
+    """The number in the list of one that TRL's signature returns for a list of one completion; None where the list holds None."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)) or len(result) != 1:
         raise RewardError(f"reward {reward.name!r} returned {reprlib.repr(result)} ({type(result).__name__}) for 1 completion; "
                           "it must return a list of 1 finite number")
-    return _finite(result[0], f"reward {reward.name!r} returned, at index 0,")
+    return None if result[0] is None else _finite(result[0], f"reward {reward.name!r} returned, at index 0,")
 
 
 def _finite(value: object, what: str) -> float:
@@ -128,6 +133,10 @@ def _inspected(name: str, function: RewardFunction) -> NamedReward:
         return NamedReward(name, function, None)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     if "completions" in kinds:
+        needs = [name for name in _TRAINER_KEYWORDS if name in kinds and signature.parameters[name].default is inspect.Parameter.empty]
+        if needs:
+            raise ConfigError(f"reward.{name}", value=str(signature), allowed="prompts, completions, completion_ids, columns of the data",
+                              remedy=f"There is no {needs[0]} in a reward worker: give it a default, or take it out.")
         return NamedReward(name, function, frozenset(kinds), inspect.Parameter.VAR_KEYWORD in kinds.values())
     try:
         signature.bind(None, None)

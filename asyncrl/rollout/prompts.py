@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt
+
+_TEMPLATE_COLUMN = "chat_template_kwargs"
+"""TRL's name for the variables that a row hands to the chat template."""
 
 
 class PromptSource:
@@ -18,7 +22,7 @@ class PromptSource:
 
     Args:
         data: an iterable of Prompt (a list starts again at its end, an iterator ends the data), or the path of a JSONL file
-            whose rows hold `prompt` and, beside it, the columns the reward reads.
+            whose rows hold `prompt`, a text or a list of messages, and, beside it, the columns the reward reads.
         epochs: how often to go through the data; None goes on as long as the run asks.
 
     Raises ConfigError for a missing file, a row without `prompt`, an element that is no Prompt, or no data at all.
@@ -61,14 +65,30 @@ class PromptSource:
 
 
 def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with id and tokens filled in where they were empty. Raises ConfigError when it is none, or holds nothing."""
+    """The prompt with id, text and tokens filled in where they were empty.
+
+    Messages become text by the model's chat template, which also gets what the column `chat_template_kwargs` holds. Raises
+    ConfigError when it is no Prompt, holds nothing, or holds messages that cannot be rendered.
+    """
     _require_prompt(prompt)
-    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(prompt.text))
+    text = prompt.text or _rendered(prompt, tokenizer)
+    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(text))
     if not tokens:
-        raise ConfigError("prompts", value=prompt.text, allowed="prompts of at least one token",
+        raise ConfigError("prompts", value=text, allowed="prompts of at least one token",
                           remedy="Remove empty prompts from the data.")
-    text = prompt.text or tokenizer.decode(tokens)
-    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tokens, text=text)
+    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tokens, text=text or tokenizer.decode(tokens),
+                               messages=tuple(prompt.messages))
+
+
+def _rendered(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    if not prompt.messages or prompt.tokens:
+        return ""
+    _require_conversation(prompt.messages, field="prompts.messages")
+    variables = prompt.columns.get(_TEMPLATE_COLUMN) or {}
+    if not isinstance(variables, Mapping):
+        raise ConfigError(f"prompts.{_TEMPLATE_COLUMN}", value=variables, allowed="variables for the chat template, by name",
+                          remedy="Make it an object, such as {\"enable_thinking\": false}, or rename the column.")
+    return tokenizer.render(prompt.messages, **variables)
 
 
 def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
@@ -92,6 +112,21 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _require_conversation(messages: object, *, field: str) -> None:
+    """Raise ConfigError unless these are messages that the assistant is to answer."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConfigError(field, value=messages, allowed="a list of at least one message",
+                          remedy="Remove empty conversations from the data.")
+    for message in messages:
+        content = message.get("content", 0) if isinstance(message, Mapping) and isinstance(message.get("role"), str) else 0
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise ConfigError(field, value=message, allowed='a text under "role" and one (or a list of parts) under "content"',
+                              remedy="Rename the keys of the messages.")
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(field, value=messages[-1], allowed="a conversation that the assistant is to answer",
+                          remedy="Its last message is the assistant's own: make it a column, or render the beginning of an answer to text.")
+
+
 def _require_prompt(prompt: object) -> None:
     if not isinstance(prompt, Prompt):
         raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
@@ -99,21 +134,27 @@ def _require_prompt(prompt: object) -> None:
 
 
 def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
-    """Prompts of a JSONL file: `prompt` is the text, every other key a column. Raises ConfigError naming the row."""
+    """Prompts of a JSONL file: `prompt` is a text or a list of messages, every other key a column. Raises ConfigError naming the row."""
     if not path.is_file():
         raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
                           "the folder the command runs in.")
     prompts: list[Prompt] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"prompts.path line {number}", value=line[:80], allowed="one JSON object a line",
-                              remedy=f"Mend the row: {error}.") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise ConfigError(f"prompts.path line {number}", value=line[:80], allowed="an object with a text under 'prompt'",
-                              remedy="Rename the column, or render the prompt to text first.")
-        prompts.append(Prompt(text=row.pop("prompt"), columns=row, source=source))
+        if line.strip():
+            prompts.append(_row_prompt(line, field=f"prompts.path line {number}", source=source))
     return prompts
+
+
+def _row_prompt(line: str, *, field: str, source: str) -> Prompt:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(field, value=line[:80], allowed="one JSON object a line", remedy=f"Mend the row: {error}.") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise ConfigError(field, value=line[:80], allowed="an object with a text or a list of messages under 'prompt'",
+                          remedy="Rename the column.")
+    prompt = row.pop("prompt")
+    if isinstance(prompt, str):
+        return Prompt(text=prompt, columns=row, source=source)
+    _require_conversation(prompt, field=field)
+    return Prompt(messages=tuple(prompt), columns=row, source=source)

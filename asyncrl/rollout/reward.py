@@ -32,6 +32,18 @@ class _Item:
         self.packed = packed
         self.result = result
         self.rewards: dict[str, float] = {}
+        self.answers = 0
+        """Functions that have judged it; one that abstained has no entry in `rewards`."""
+
+    def finish(self) -> None:
+        if not self.rewards:
+            self.fail(RewardError("each reward function returned None for this rollout: no reward is not a reward of 0"))
+        elif not self.result.done():
+            self.result.set_result(self.rewards)
+
+    def begin_again(self) -> None:
+        self.rewards.clear()
+        self.answers = 0
 
     def fail(self, error: Exception) -> None:
         if not self.result.done():
@@ -58,8 +70,9 @@ class RewardPool:
     """Judges rollouts in workers forked from an early copy of this process, so any callable will do: closures, lambdas, coroutines.
 
     Args:
-        functions: `f(prompt: Prompt, completion: str) -> float` or TRL's `f(prompts, completions, **columns) -> list[float]`, by
-            name or with their own names. Columns cross as msgpack: tuples become lists, NumPy scalars numbers.
+        functions: `f(prompt: Prompt, completion: str) -> float` or TRL's `f(prompts, completions, **columns) -> list[float | None]`,
+            by name or with their own names. Columns cross as msgpack: tuples become lists, NumPy scalars numbers. In TRL's, prompts
+            made of messages are lists of messages, and so are their completions; None leaves that reward out of the sum.
         workers: how many run at once.
         timeout_s: for one call of one function; the worker that misses it is killed and replaced.
         memory_bytes: what a worker may allocate beyond what it inherits; None sets no limit.
@@ -88,7 +101,7 @@ class RewardPool:
     async def score(self, prompt: Prompt, completion: str, tokens: list[int]) -> dict[str, float]:
         """Reward by name for one rollout. Waits for a worker; a cancelled caller leaves the worker to finish.
 
-        Raises RewardError (raised, returned no finite number, ended its worker), RewardTimeout, ChildDied without a zygote.
+        Raises RewardError (raised, returned no finite number, ended its worker, None from all), RewardTimeout, ChildDied without a zygote.
         """
         assert self._zygote is not None, "start() comes first"
         if self._closed:
@@ -162,12 +175,13 @@ class RewardPool:
             item.fail(RewardError(answer["error"]))
             worker.items.popleft()
         else:
-            item.rewards[self._current(item)] = answer["value"]
+            if answer["value"] is not None:
+                item.rewards[self._current(item)] = answer["value"]
+            item.answers += 1
             self._call_s = answer["seconds"] if self._call_s is None else 0.9 * self._call_s + 0.1 * answer["seconds"]
-            if len(item.rewards) == len(self._rewards):
+            if item.answers == len(self._rewards):
                 worker.items.popleft()
-                if not item.result.done():
-                    item.result.set_result(item.rewards)
+                item.finish()
         self._start_clock(worker)
         self._dispatch()
 
@@ -205,7 +219,7 @@ class RewardPool:
         if worker.items:
             worker.items.popleft().fail(error)
         for item in reversed(worker.items):
-            item.rewards.clear()
+            item.begin_again()
             self._queue.appendleft(item)
         self._dispatch()
 
@@ -216,12 +230,13 @@ class RewardPool:
 
     def _current(self, item: _Item) -> str:
         """The function that judges the item now."""
-        return self._rewards[len(item.rewards)].name
+        return self._rewards[item.answers].name
 
 
 def _packed(prompt: Prompt, completion: str, tokens: list[int]) -> bytes:
     """The item as it travels. Raises RewardError naming the column that cannot."""
-    fields = {"text": prompt.text, "tokens": prompt.tokens, "source": prompt.source, "prompt_id": prompt.prompt_id}
+    fields = {"text": prompt.text, "tokens": prompt.tokens, "source": prompt.source, "prompt_id": prompt.prompt_id,
+              "messages": prompt.messages}
     try:
         packed = pack({"prompt": {**fields, "columns": dict(prompt.columns)}, "completion": completion, "tokens": tokens})
     except (TypeError, OverflowError, ValueError):

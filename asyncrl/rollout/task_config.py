@@ -19,7 +19,7 @@ class FunctionData(Section):
 
 
 class JsonlData(Section):
-    """Prompts of a JSONL file: text under `prompt`, other keys are columns for the reward."""
+    """Prompts of a JSONL file: a text or a list of messages under `prompt`, other keys are columns for the reward."""
 
     kind: Literal["jsonl"]
     path: str

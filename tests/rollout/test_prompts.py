@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.prompts import PromptSource, complete_prompt, read_jsonl
@@ -83,7 +87,71 @@ def test_a_line_separator_inside_a_text_does_not_end_a_row(tmp_path):
     assert read_jsonl(path)[0].text == "a\u2028b\x85c"
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"question": "1"}', '{"prompt": [{"role": "user"}]}'])
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{{ message.role[0] | replace("u", "1") | replace("s", "2") }}={{ message.content }}+{% endfor %}
+{% if think is defined %}{{ think }}{% endif %}
+{% if add_generation_prompt %}={% endif %}"""
+USER, SYSTEM, ASSISTANT = {"role": "user", "content": "34"}, {"role": "system", "content": "0"}, {"role": "assistant", "content": "7"}
+
+
+def chat_tokenizer(folder: Path, *, template: str = TEMPLATE, adds_bos: bool = True) -> Tokenizer:
+    write_tokenizer(folder, adds_bos=adds_bos)
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    return Tokenizer(folder)
+
+
+def test_jsonl_rows_may_hold_messages_which_become_text_by_the_models_template(tmp_path):
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": [SYSTEM, USER], "answer": "7"}, {"prompt": "1+", "answer": "2"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    chat, text = PromptSource(path, epochs=1).stream(chat_tokenizer(tmp_path / "chat"))
+    assert (chat.text, chat.messages, chat.columns) == ("<s>2=0+1=34+=", (SYSTEM, USER), {"answer": "7"})
+    assert (text.text, text.messages, text.columns) == ("1+", (), {"answer": "2"})
+    assert chat.tokens == (BOS, 5, 14, 3, 13, 4, 14, 6, 7, 13, 14)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_conversation_gets_exactly_one_beginning_of_sequence_whoever_adds_it(tmp_path, adds_bos):
+    tokenizer = chat_tokenizer(tmp_path, adds_bos=adds_bos)
+    assert complete_prompt(Prompt(messages=(USER,)), prompt_id="p", tokenizer=tokenizer).tokens.count(BOS) == 1
+
+
+def test_a_template_that_leaves_the_beginning_of_sequence_to_the_tokenizer_gets_one(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path, template="{{ messages[0].content }}=")
+    assert complete_prompt(Prompt(messages=(USER,)), prompt_id="p", tokenizer=tokenizer).tokens == (BOS, 6, 7, 14)
+
+
+def test_a_row_hands_variables_to_the_template(tmp_path):
+    prompt = Prompt(messages=(USER,), columns={"chat_template_kwargs": {"think": "9"}})
+    tokenizer = chat_tokenizer(tmp_path)
+    assert complete_prompt(prompt, prompt_id="p", tokenizer=tokenizer).text == "<s>1=34+9="
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        complete_prompt(dataclasses.replace(prompt, columns={"chat_template_kwargs": "think"}), prompt_id="p", tokenizer=tokenizer)
+
+
+def test_messages_need_a_template_and_say_so(tokenizer):
+    with pytest.raises(ConfigError, match=r"Put chat_template\.jinja into it"):
+        complete_prompt(Prompt(messages=(USER,)), prompt_id="p", tokenizer=tokenizer)
+
+
+def test_messages_with_tokens_are_not_rendered_again(tokenizer):
+    done = complete_prompt(Prompt(messages=(USER,), tokens=(5, 4)), prompt_id="p", tokenizer=tokenizer)
+    assert (done.tokens, done.text, done.messages) == ((5, 4), "21", (USER,))
+
+
+@pytest.mark.parametrize("messages", [[5], ["34"], [{"content": "3"}], [{"role": 1, "content": "3"}], [{"role": "user", "content": None}],
+                                      [USER, ASSISTANT], [USER, {"role": "user", "content": 3}]])
+def test_messages_nobody_can_answer_are_refused_in_files_and_in_code(tmp_path, messages):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": messages}))
+    with pytest.raises(ConfigError, match=r"prompts\.path line 1"):
+        read_jsonl(path)
+    with pytest.raises(ConfigError, match=r"prompts\.messages"):
+        complete_prompt(Prompt(messages=messages), prompt_id="p", tokenizer=chat_tokenizer(tmp_path / "chat"))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"question": "1"}', '{"prompt": 5}', '{"prompt": []}', '{"prompt": [{"role": "user"}]}'])
 def test_a_bad_row_is_named_by_its_number(tmp_path, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1"}\n' + line + "\n", encoding="utf-8")
@@ -102,6 +170,16 @@ def test_a_raw_text_gets_exactly_one_beginning_of_sequence(bos_tokenizer):
 
 def test_a_template_that_renders_the_beginning_of_sequence_gets_no_second_one(bos_tokenizer):
     assert bos_tokenizer.encode("<s>01") == (BOS, ZERO, ZERO + 1)
+
+
+def test_what_a_tokenizer_puts_at_the_end_is_left_out_of_a_prompt(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", 2)])
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("01") == tokenizer.encode("<s>01") == (BOS, ZERO, ZERO + 1)
+    assert tokenizer.encode("01</s>") == (BOS, ZERO, ZERO + 1, 2)
 
 
 def test_a_tokenizer_without_one_adds_none(tokenizer):

@@ -74,6 +74,48 @@ def test_trl_signatures_get_lists_of_one_and_the_columns_they_name(tmp_path) -> 
         {"everything": 1.0, "some": 1.0}, {"everything": 2.0, "some": 0.0}]
 
 
+CHAT = Prompt(text="<rendered>", tokens=(1, 2), columns={"answer": "4"}, messages=({"role": "system", "content": "Add."},
+                                                                                  {"role": "user", "content": "2+2"}))
+
+
+def test_trl_rewards_of_a_conversation_get_messages_and_others_get_the_prompt(tmp_path) -> None:
+    def trl(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+        assert prompts == [[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2"}]]
+        assert (completion_ids, kwargs) == ([[5, 6]], {})
+        ((message,),) = completions
+        assert message.keys() == {"role", "content"}
+        return [float(message["role"] == "assistant" and message["content"] == answer[0])]
+
+    def plain(prompt: Prompt, completion: str) -> float:
+        return float(prompt == CHAT) + float(completion == "4")
+
+    rewards = judge(tmp_path, {"trl": trl, "plain": plain}, ["4", "5"], prompt=CHAT)
+    assert rewards == [{"trl": 1.0, "plain": 2.0}, {"trl": 0.0, "plain": 1.0}]
+
+
+def test_a_trl_reward_that_says_none_is_left_out_and_the_others_count(tmp_path) -> None:
+    rewards = {"abstains": lambda completions, **columns: [None if completions[0] == "x" else 0.5],
+               "length": lambda prompt, text: len(text), "last": lambda completions: [2.0]}
+    assert judge(tmp_path, rewards, ["x", "yy"]) == [{"length": 1.0, "last": 2.0}, {"abstains": 0.5, "length": 2.0, "last": 2.0}]
+
+
+def test_the_function_that_fails_after_one_that_said_none_is_named(tmp_path) -> None:
+    rewards = {"abstains": lambda completions: [None], "second": ends, "third": lambda prompt, completion: 2.0}
+    for kind in ("exit", "hang", "raise"):
+        bad, good = judge(tmp_path, rewards, [kind, "ok"], timeout_s=0.5)
+        assert str(bad).startswith("reward 'second' ")
+        assert good == {"second": 1.0, "third": 2.0}
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "environments"])
+def test_a_trl_reward_that_cannot_do_without_the_trainer_is_refused(name: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def needs(completions, {name}): return [1.0]\ndef may(completions, {name}=None): return [1.0]", scope)
+    with pytest.raises(ConfigError, match=f"There is no {name} in a reward worker"):
+        RewardPool([scope["needs"]])
+    RewardPool([scope["may"]])
+
+
 def test_a_reward_may_use_signal_alarm(tmp_path) -> None:
     def with_alarm(prompt: Prompt, completion: str) -> float:
         def ring(signum: int, frame: object) -> None:
@@ -168,7 +210,7 @@ def test_what_is_not_one_finite_number_is_an_error_that_names_function_and_value
 
 @pytest.mark.parametrize(("value", "text"), [
     ([1.0, 2.0], r"returned \[1.0, 2.0\] \(list\) for 1 completion"), ([], r"returned \[\] \(list\)"), (0.5, r"returned 0.5 \(float\)"),
-    (None, r"returned None \(NoneType\)"), ([None], r"returned, at index 0, None"), ([math.nan], r"returned, at index 0, nan"),
+    (None, r"returned None \(NoneType\)"), ([None], r"each reward function returned None"), ([math.nan], r"returned, at index 0, nan"),
     (["1"], r"returned, at index 0, '1'"), (np.zeros(3), r"returned \[0.0, 0.0, 0.0\]"),
 ])
 def test_a_trl_reward_must_return_a_list_of_one_finite_number(tmp_path, value: object, text: str) -> None:
