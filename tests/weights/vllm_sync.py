@@ -1,12 +1,13 @@
 """The engine of `test_vllm_plugin`: one vLLM model in this process, synced from a transformers model; prints what it saw as JSON.
 
-Run as FOLDER ARCHITECTURE TIED DTYPE.
+Run as FOLDER ARCHITECTURE TIED DTYPE. Without the plugin's variable it only prepares.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers import utils
 
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.routed_target import RoutedTarget
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import local_bits, local_pieces
-from asyncrl.weights.vllm_plugin import EXTENSION
+from asyncrl.weights.vllm_plugin import EXTENSION, VARIABLE
 from tests.tiny_model import make_tiny_model
 
 DENSITIES = (0.0, 0.002, 0.3, 1.0)
@@ -105,6 +107,12 @@ def failing_at(number: int) -> Any:
     return patch.object(RoutedTarget, "write", torn)
 
 
+def packs_small_weights() -> bool:
+    """Whether vLLM would pack small weights on a CPU with matrix tiles."""
+    with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):
+        return utils.check_cpu_sgl_kernel(32, 32, torch.bfloat16)
+
+
 def without_traceback(answer: dict[str, Any]) -> dict[str, Any]:
     return {key: answer["error"][key] for key in ("kind", "message")} if "error" in answer else answer
 
@@ -147,7 +155,11 @@ def main() -> None:
     base = make_tiny_model(root / "base", architecture=architecture, tie=tie, hidden=128)
     trained = Trained(base, store=root / "store", dtype="bfloat16")
     engine = Engine(base, dtype=dtype)
-    seen = synced(engine, trained, root)
+    if VARIABLE not in os.environ:
+        answer = without_traceback(engine.ask("asyncrl_prepare", str(base), str(root / "store")))
+        print("\n" + json.dumps({"prepared": answer, "packs_small_weights": packs_small_weights()}))
+        return
+    seen = synced(engine, trained, root) | {"packs_small_weights": packs_small_weights()}
     engine.close()
     fresh = Engine(trained.save(root / "final"), dtype=dtype)
     seen["fresh_checksums"] = fresh.ask("compute_weight_checksums")

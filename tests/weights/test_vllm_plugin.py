@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from asyncrl.errors import WeightSyncError, WrongBase, rebuild_error
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.torch_pieces import memory_targets
+from asyncrl.weights.vllm_plugin import EXTENSION, VARIABLE, WorkerExtension, _refuse_unpatchable
+
+
+def test_the_plugin_is_announced_to_vllm():
+    (plugin,) = entry_points(group="vllm.general_plugins", name="asyncrl")
+    assert plugin.value == "asyncrl.weights.vllm_plugin:register"
+    module, name = EXTENSION.rsplit(".", 1)
+    assert getattr(importlib.import_module(module), name) is WorkerExtension
+
+
+def test_the_plugin_is_inert_without_its_variable():
+    code = "import sys; from asyncrl.weights.vllm_plugin import register; register(); print({'torch', 'vllm', 'numpy'} & set(sys.modules))"
+    without = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=without, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+class UnquantizedFusedMoEMethod:
+    """Named as vLLM names it: what `_refuse_unpatchable` looks at."""
+
+
+class Fp8LinearMethod:
+    """A method of a quantised layer."""
+
+
+def config(*, ranks=1, quantised=None):
+    return SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=ranks), quant_config=quantised)
+
+
+def with_method(method):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].quant_method = method
+    return model
+
+
+def packed():
+    model, weight = nn.Sequential(nn.Linear(2, 2)), torch.zeros(2, 2)
+    model[0].cpu_linear = lambda x: x @ weight
+    return model
+
+
+@pytest.mark.parametrize(("model", "settings", "reason"), [
+    (nn.Linear(2, 2), {"ranks": 2}, "has 2 ranks"),
+    (nn.Linear(2, 2), {"quantised": SimpleNamespace(get_name=lambda: "fp8")}, r"is quantised \(fp8\)"),
+    (with_method(Fp8LinearMethod()), {}, "0 keeps its weights as Fp8LinearMethod does"),
+    (with_method(UnquantizedFusedMoEMethod()), {}, "0 holds experts"),
+    (packed(), {}, "0 computes with a packed copy"),
+    (nn.Linear(2, 2, device="meta"), {}, "weight is on meta, the engine on cpu"),
+])
+def test_an_engine_whose_weights_cannot_be_patched_is_refused(model, settings, reason):
+    with pytest.raises(WeightSyncError, match=reason):
+        _refuse_unpatchable(model, config=config(**settings), device=torch.device("cpu"))
+
+
+def test_a_plain_engine_is_not_refused():
+    model = with_method(None)
+    model[0].cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
+    _refuse_unpatchable(model, config=config(), device=torch.device("cpu"))
+
+
+def test_an_error_comes_back_as_its_class(rig):
+    worker = WorkerExtension()
+    worker.asyncrl_receiver = Receiver(memory_targets(rig.targets()), store=rig.store)
+    rig.publish(0, base=None)
+    answer = worker.asyncrl_apply(rig.publish(1, base=0).to_json())
+    assert type(rebuild_error(answer["error"], where="engine")) is WrongBase
+    assert worker.asyncrl_apply(rig.anchor().to_json()) == {"state_hash": rig.store.manifest(1).state_hash}
+    assert worker.asyncrl_state()["version"] == 1
