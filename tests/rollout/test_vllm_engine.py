@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
 
 @pytest.fixture(scope="module")
 def rig(model: PublishedModel) -> Iterator[Rig]:
-    yield from _rigs(model, max_running_requests=16)
+    with _started(model, max_running_requests=16) as rig:
+        yield rig
 
 
 def test_nothing_is_sampled_before_an_anchor(rig: Rig) -> None:
@@ -116,8 +119,8 @@ def test_a_stop_string_ends_a_completion_also_across_an_update(rig: Rig, model: 
 
 
 def test_a_full_cache_costs_time_and_no_token(model: PublishedModel) -> None:
-    for rig in _rigs(model, kv_cache_bytes=2**20, max_running_requests=16):
-        async def main(rig: Rig = rig) -> None:
+    with _started(model, kv_cache_bytes=2**20, max_running_requests=16) as rig:
+        async def main() -> None:
             await rig.begin()
             for one in await rig.write_all([Sampling(max_new_tokens=200)] * len(rig.prompts)):
                 rig.check(one)
@@ -128,7 +131,7 @@ def test_a_full_cache_costs_time_and_no_token(model: PublishedModel) -> None:
 @pytest.mark.parametrize(("architecture", "tie"), [("qwen3", False), ("llama", True)])
 def test_bfloat16_stays_within_its_limits(tmp_path: Path, architecture: str, tie: bool) -> None:
     model = publish_model(tmp_path, dtype="bfloat16", architecture=architecture, tie=tie)
-    for rig in _rigs(model, dtype="bfloat16", tolerance=BFLOAT16_TOLERANCE):
+    with _started(model, dtype="bfloat16", tolerance=BFLOAT16_TOLERANCE) as rig:
         rig.run(engine_contract.deltas_lead_to_the_state_of_a_fresh_load(rig))
         rig.run(engine_contract.keep_goes_on_with_old_keys_and_says_so(rig))
 
@@ -148,8 +151,8 @@ def _kill_child(pids: dict[str, int]) -> None:
 @pytest.mark.parametrize("kill", [_kill_core, _kill_worker, _kill_child])
 @pytest.mark.parametrize("busy", [True, False])
 def test_the_death_of_any_process_ends_every_request_and_leaves_no_other(model: PublishedModel, kill, busy: bool) -> None:
-    for rig in _rigs(model):
-        async def main(rig: Rig = rig) -> dict[str, int]:
+    with _started(model) as rig:
+        async def main() -> dict[str, int]:
             await rig.begin()
             pids = _processes(rig.engine._child.pid)
             tasks = []
@@ -273,10 +276,13 @@ def _expect_gone(pids) -> None:
         time.sleep(0.05)
 
 
-def _rigs(model: PublishedModel, *, tolerance: float = engine_contract.TOLERANCE, **settings) -> Iterator[Rig]:
+@contextlib.contextmanager
+def _started(model: PublishedModel, *, tolerance: float = engine_contract.TOLERANCE, **settings: Any) -> Iterator[Rig]:
     with asyncio.Runner() as runner:
         engine = VLLMEngine(model.folder, **{"kv_cache_bytes": 2**26, **settings})
-        runner.run(engine.start(model.paths))
-        yield Rig(engine=engine, run=runner.run, manifest=model.manifest, truth=model.truth, eos_tokens=EOS_TOKENS, prompts=prompts(24),
-                  tolerance=tolerance)
-        runner.run(engine.close())
+        try:
+            runner.run(engine.start(model.paths))
+            yield Rig(engine=engine, run=runner.run, manifest=model.manifest, truth=model.truth, eos_tokens=EOS_TOKENS,
+                      prompts=prompts(24), tolerance=tolerance)
+        finally:
+            runner.run(engine.close())
