@@ -32,8 +32,10 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 header = file.get_slice(name)
-                if name in found or header.get_dtype() not in _DTYPES:
-                    raise WeightSyncError(f"{name} in {path.name} is of dtype {header.get_dtype()}, or is in another file too")
+                if name in found:
+                    raise WeightSyncError(f"{name} is in {path.name} and in another file of {folder}")
+                if header.get_dtype() not in _DTYPES:
+                    raise WeightSyncError(f"{name} in {path.name} is of dtype {header.get_dtype()}, which cannot be synced")
                 found[name] = torch.empty(header.get_shape(), dtype=_DTYPES[header.get_dtype()], device="meta")
     return found
 
