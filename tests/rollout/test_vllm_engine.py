@@ -148,8 +148,7 @@ def _kill_child(pids: dict[str, int]) -> None:
     os.kill(pids["child"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [_kill_core, _kill_worker, _kill_child])
-@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize(("kill", "busy"), [(_kill_core, False), (_kill_worker, True), (_kill_child, True)])
 def test_the_death_of_any_process_ends_every_request_and_leaves_no_other(model: PublishedModel, kill, busy: bool) -> None:
     with _started(model) as rig:
         async def main() -> dict[str, int]:
@@ -175,16 +174,13 @@ def test_the_death_of_any_process_ends_every_request_and_leaves_no_other(model: 
 def test_nothing_survives_the_death_of_the_controller(model: PublishedModel, tmp_path: Path) -> None:
     script = tmp_path / "controller.py"
     script.write_text(CONTROLLER.format(folder=str(model.folder), root=str(tmp_path), shared=str(model.paths.shared)))
-    controller = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
-                                  cwd=Path(__file__).parents[2])
-    try:
-        assert controller.stdout is not None
-        child = int(controller.stdout.readline())
-        pids = _processes(child)
-        assert set(pids) == {"child", "EngineCore", "Worker"}
-    finally:
-        controller.kill()
-        controller.wait(10)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as controller:
+        try:
+            assert controller.stdout is not None
+            pids = _processes(int(controller.stdout.readline()))
+        finally:
+            controller.kill()
+    assert set(pids) == {"child", "EngineCore", "Worker"}
     _expect_gone(pids.values())
 
 
