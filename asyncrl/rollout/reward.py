@@ -240,7 +240,7 @@ def _packed(prompt: Prompt, completion: str, tokens: list[int]) -> bytes:
     try:
         packed = pack({"prompt": {**fields, "columns": dict(prompt.columns)}, "completion": completion, "tokens": tokens})
     except (TypeError, OverflowError, ValueError):
-        for name, value in prompt.columns.items():
+        for name, value in {**prompt.columns, "messages": prompt.messages}.items():
             try:
                 pack({name: value})
             except (TypeError, OverflowError, ValueError) as error:

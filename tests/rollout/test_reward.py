@@ -231,6 +231,9 @@ def test_a_column_that_cannot_travel_is_named(tmp_path) -> None:
         [error] = judge(tmp_path, lambda prompt, completion: 1.0, ["x"], prompt=Prompt(columns={"fine": 1, "odd": value}, prompt_id="p"))
         assert isinstance(error, RewardError)
         assert str(error).startswith("column 'odd' of prompt 'p' cannot reach a reward worker")
+    chat = Prompt(messages=({"role": "user", "content": "1", "seen": object()},), prompt_id="p")
+    [error] = judge(tmp_path, lambda prompt, completion: 1.0, ["x"], prompt=chat)
+    assert str(error).startswith("column 'messages' of prompt 'p' cannot reach a reward worker")
 
 
 def test_a_step_of_rewards_is_judged_each_once_and_in_place(tmp_path) -> None:
