@@ -61,7 +61,10 @@ async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Raise ConfigError for what a recipe names and is not there: packages, model, data, functions. Starts and writes nothing."""
+    """Raise ConfigError for what a recipe names and is not there: packages, model, data, functions. Starts and writes nothing.
+
+    Prompts are made, or read, once for this: a function may refuse its arguments, and the warm-up before the run may be long.
+    """
     if isinstance(config.model, ModelFolder):
         model_folder(config.model.path)
     if isinstance(config.run.wandb, Wandb):
@@ -75,10 +78,10 @@ def check_environment(config: RunConfig) -> None:
             function = load_function(getattr(config.warm_up, name), field=f"warm_up.{name}")
             check_arguments(function, field="warm_up", arguments=config.warm_up.arguments, seed=config.warm_up.seed)
     for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
-        if isinstance(prompts, JsonlData):
-            read_jsonl(Path(prompts.path))
-        elif isinstance(prompts, FunctionData):
+        if isinstance(prompts, FunctionData):
             check_arguments(load_function(prompts.function, field=f"{field}.function"), field=field, arguments=prompts.arguments)
+        if prompts is not None:
+            _data(prompts, field=field, source="check")
 
 
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:

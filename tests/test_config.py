@@ -128,8 +128,8 @@ def test_a_value_out_of_range_is_refused_at_load(changes, field):
 
 
 @pytest.mark.parametrize(("changes", "field", "allowed"), [
-    ({"engine": {"kind": "vlm"}}, "engine.kind", "one of ['inline', 'transformers']"),
-    ({"engine": {"threads": 1}}, "engine.kind", "one of ['inline', 'transformers']"),
+    ({"engine": {"kind": "vlm"}}, "engine.kind", "one of ['inline', 'transformers', 'vllm']"),
+    ({"engine": {"threads": 1}}, "engine.kind", "one of ['inline', 'transformers', 'vllm']"),
     ({"loss": "pppo"}, "loss.kind", "one of ['decoupled_ppo', 'ppo']"),
     ({"correction": "tis"}, "correction.kind", "one of ['none', 'token_tis', 'icepop']"),
     ({"trainer__schedule": {"kind": "lineer"}}, "trainer.schedule.kind", "one of ['constant', 'linear', 'cosine']"),

@@ -80,7 +80,7 @@ def test_the_page_shows_every_contract_between_the_parts():
 @pytest.mark.parametrize(("protocol", "implementation"), [
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.fake_engine:FakeEngine"),
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.inline_engine:InlineEngine"),
-    ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.transformers_engine:TransformersEngine"),
+    ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.child_engine:ChildEngine"),
     ("asyncrl.rollout.env:Env", "asyncrl.rollout.env:SingleTurn"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Lease"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Soft"),
