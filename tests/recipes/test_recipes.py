@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from asyncrl.config import load_config
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
+VLLM = QUICKSTART.with_name("vllm.yaml")
 LIMIT_S = 240
 
 
@@ -53,6 +55,32 @@ def test_the_quickstart_leaves_what_it_promises(finished: Path) -> None:
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     row = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
     assert len(row["tokens"]) == len(row["loss_mask"]) == len(row["rollout_logprobs"]) == len(row["policy_versions"])
+
+
+def test_vllm_is_the_only_difference_of_its_recipe() -> None:
+    plain, vllm = (yaml.safe_load(path.read_text()) for path in (QUICKSTART, VLLM))
+    assert vllm.pop("engine") == plain.pop("engine") | {"kind": "vllm"}
+    assert vllm["run"].pop("name") != plain["run"].pop("name")
+    assert vllm == plain
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_recipe_runs_with_vllm_from_the_same_warm_model(finished: Path) -> None:
+    run("-m", "asyncrl.cli", "train", str(VLLM), f"run.folder={finished}", "run.steps=6", "eval.every_steps=3", "eval.limit=32",
+        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.probe.every_steps=2")
+    folder = finished / "vllm"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["ledger_closed"] is True
+    assert summary["staleness_max"] <= 2
+    assert summary["tokens_dropped"].keys() <= {"zero_variance", "end_of_run"}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["probe/gap/max"] for row in rows if "probe/gap/max" in row]
+    assert len(gaps) >= 3
+    assert max(gaps) < 1e-4
+    assert len([path for path in (finished / ".cache").iterdir() if path.is_dir()]) == 1
 
 
 @pytest.mark.slow
