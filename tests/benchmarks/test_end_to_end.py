@@ -93,13 +93,29 @@ def test_trl_judges_as_the_recipes_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert judge.step()["lengths"] == [2] * 6
 
 
-def test_the_thinking_has_a_long_tail_and_the_digits_come_after_it() -> None:
+def test_thinking_is_lognormal_when_each_batch_counts_by_its_mean_over_tokens() -> None:
     examples = load_function(f"{ROOT / 'recipes' / 'arithmetic' / 'long_tail.py'}:thoughtful_sums", field="examples")
-    rows = list(itertools.islice(examples(seed=3, noise=0.0, batch_size=64), 4096))
-    lengths = sorted(completion.index("=") for _, completion in rows)
-    assert set("".join(completion[:completion.index("=")] for _, completion in rows)) == {"+"}
-    assert 11 <= lengths[2048] <= 13
-    assert 75 <= lengths[4055] <= 120
-    assert lengths[-1] == 120
-    left, right = map(int, rows[0][0].rstrip("=").split("+"))
-    assert rows[0][1].rpartition("=")[2] == f"{left + right:03d}"
+    rows = list(itertools.islice(examples(seed=3, batch_size=64), 256 * 64))
+    weights: dict[int, float] = {}
+    for start in range(0, len(rows), 64):
+        lengths = [completion.index("=") for _, completion in rows[start:start + 64]]
+        for length in lengths:
+            weights[length] = weights.get(length, 0.0) + 1 / sum(length + 5 for length in lengths)
+
+    def share_to(length: int) -> float:
+        return sum(weight for each, weight in weights.items() if each <= length) / sum(weights.values())
+
+    assert share_to(12) == pytest.approx(0.5, abs=0.04)
+    assert share_to(38) == pytest.approx(0.9, abs=0.02)
+    assert 0.98 < share_to(97) < 0.996
+    assert max(weights) == 120
+
+
+def test_thinking_comes_before_the_digits_and_not_in_plain_batches() -> None:
+    examples = load_function(f"{ROOT / 'recipes' / 'arithmetic' / 'long_tail.py'}:thoughtful_sums", field="examples")
+    rows = list(itertools.islice(examples(seed=3, batch_size=4, plain_batches=8), 64))
+    assert {completion.index("=") for _, completion in rows[:32]} == {0}
+    prompt, completion = max(rows, key=lambda row: len(row[1]))
+    left, right = map(int, prompt.rstrip("=").split("+"))
+    thinking, done, digits = completion.rpartition("=")
+    assert (set(thinking), done, digits) == ({"+"}, "=", f"{left + right:03d}")
