@@ -29,8 +29,9 @@ TIMEOUT_S = 3600
 EDGE_STEPS = 3
 """First and last values are means over so many steps: one batch of 64 rollouts is a noisy measure."""
 CURVES = {"form": "reward/function.form/mean", "sum": "reward/function.sum/mean"}
-PER_STEP = ("staleness/token/max", "mismatch/abs/mean", "weights/density/mean", "weights/sync_s/mean", "rollout/tokens/sum",
-            "train/period_s/last", "trainer/wait_frac/last", "engine/wait_frac/last", "rollout/truncated_frac/mean")
+PER_STEP = ("staleness/token/max", "correction/logprob_gap/mean", "correction/logprob_gap_staleness_0/mean", "correction/ess/frac",
+            "weights/density/mean", "weights/sync_s/mean", "rollout/tokens/sum", "rollout/truncated_frac/mean", "train/period_s/last",
+            "trainer/wait_frac/last", "engine/wait_frac/last", "train/grad_norm/last", "buffer/zero_variance/frac")
 
 
 def run_recipe(folder: Path, overrides: Sequence[str]) -> Path:
@@ -82,7 +83,7 @@ def main() -> None:
     at = commit()
     with tempfile.TemporaryDirectory() as folder:
         measured = summarise(options.run or run_recipe(Path(folder), options.set))
-    result = {"benchmark": "smollm2", "model": "SmolLM2-135M-Instruct, from 4-bit GGUF to bfloat16", "commit": at, "machine": machine(),
+    result = {"benchmark": "smollm2", "model": "SmolLM2-135M-Instruct, from 4-bit GGUF to float32", "commit": at, "machine": machine(),
               "note": options.note, **measured}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
