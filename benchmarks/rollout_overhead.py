@@ -283,7 +283,7 @@ async def both(setting: Setting, paths: RunPaths, manifest: Manifest) -> AsyncIt
 async def measure(setting: Setting, paths: RunPaths, manifest: Manifest, *, pairs: int, round_s: float) -> dict[str, Any]:
     """One row: a warm-up of each side, seconds of processor that each uses while nothing is asked of it, then the pairs."""
     async with both(setting, paths, manifest) as (bare, ours):
-        warm = make_work(0, requests=2 * setting.concurrency, clients=setting.concurrency)
+        warm = make_work(0, requests=setting.concurrency, clients=setting.concurrency)
         warm_up = [await side.round(warm) for side in (bare, ours)]
         await asyncio.sleep(SETTLE_S)
         idle_cpu_s = [side.cpu_s() for side in (bare, ours)]
