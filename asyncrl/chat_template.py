@@ -6,6 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from jinja2 import TemplateError, nodes
@@ -18,6 +19,10 @@ from asyncrl.model_folder import reading
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The names of tokens a template may use, as Hugging Face hands them over."""
+
+
+_RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
+"""What a prompt decides, or nothing here offers."""
 
 
 class ChatTemplate:
@@ -36,12 +41,15 @@ class ChatTemplate:
         tokens = _json_file(self._folder / "special_tokens_map.json") | settings
         self._tokens = {name: _content(tokens[name]) for name in _SPECIAL_TOKENS if tokens.get(name) is not None}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The conversation as text, up to where the assistant's answer begins. `variables` reach the template (`enable_thinking`).
 
-        Raises ConfigError with the template's own words when it refuses the messages.
+        Raises ConfigError with the template's own words when it refuses the messages, and for variables that are not the caller's.
         """
-        given = self._tokens | {"tools": None, "documents": None} | variables
+        if reserved := sorted(_RESERVED & set(variables)):
+            raise ConfigError("prompts.chat_template_kwargs", value=reserved, allowed=f"names other than {', '.join(sorted(_RESERVED))}",
+                              remedy="Leave them out: a prompt is a conversation without tools that waits for its answer.")
+        given = self._tokens | {"tools": None, "documents": None} | dict(variables)
         try:
             return self._template.render(given | {"messages": list(messages), "add_generation_prompt": True})
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:

@@ -266,3 +266,6 @@ def _unwrap(answer: _Answer) -> tuple[bool, Reply]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    # what a child starts with multiprocessing, as vLLM does, imports this module first of all
+    die_with_parent(os.getppid())

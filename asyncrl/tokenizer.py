@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,11 @@ class Tokenizer:
         self._folder = folder
         self._template: ChatTemplate | None = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The conversation as text by the folder's chat template, up to where the answer begins. Raises ConfigError without one."""
         if self._template is None:
             self._template = ChatTemplate(self._folder)
-        return self._template.render(messages, **variables)
+        return self._template.render(messages, variables)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that goes on, special tokens in front as the folder prescribes."""

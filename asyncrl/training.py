@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
@@ -17,14 +18,14 @@ from asyncrl.functions import check_arguments, load_function
 from asyncrl.loop import Run, RunOptions
 from asyncrl.model_folder import model_folder
 from asyncrl.observe.wandb_writer import require_wandb
-from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
+from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource, read_jsonl
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
-from asyncrl.rollout.vllm_engine import VLLMEngine
+from asyncrl.rollout.vllm_engine import VLLMEngine, require_vllm
 from asyncrl.run_folder import Echo, RunFolder
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
@@ -32,6 +33,7 @@ from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
 
 _PREPARE_TIMEOUT_S = 3600.0
+_BELOW = MappingProxyType({"vllm": " with vLLM's two processes below it"})
 
 
 async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
@@ -67,6 +69,8 @@ def check_environment(config: RunConfig) -> None:
     """
     if isinstance(config.model, ModelFolder):
         model_folder(config.model.path)
+    if isinstance(config.engine, VLLMEngineConfig):
+        require_vllm()
     if isinstance(config.run.wandb, Wandb):
         require_wandb()
     load_function(config.env.reward, field="env.reward")
@@ -143,7 +147,7 @@ def processes_of(config: RunConfig) -> list[str]:
     if not isinstance(config.model, ModelFolder) or isinstance(config.warm_up, CrossEntropyWarmUp):
         rows.append("prepare: 1 child, ends before the run; model and warm-up, unless cached")
     rows.append("engine: in the controller" if isinstance(config.engine, InlineEngineConfig)
-                else f"engine: 1 child, {config.engine.kind}, {config.engine.threads} thread(s)")
+                else f"engine: 1 child{_BELOW.get(config.engine.kind, '')}, {config.engine.kind}, {config.engine.threads} thread(s)")
     rows.append(f"trainer: {config.trainer.processes} child(ren), gloo or nccl" if config.trainer.processes
                 else "trainer: in the controller")
     rows.append(f"rewards: 1 zygote, {config.env.workers} worker(s)")

@@ -108,7 +108,7 @@ def test_content_in_parts_is_rendered_as_hugging_face_renders_it(tmp_path):
 
 def test_variables_reach_the_template(tmp_path):
     folder = folder_with(tmp_path, CHATML)
-    text = ChatTemplate(folder).render(CONVERSATIONS["question"], enable_thinking=False)
+    text = ChatTemplate(folder).render(CONVERSATIONS["question"], {"enable_thinking": False})
     assert text == theirs(folder, CONVERSATIONS["question"], enable_thinking=False)
     assert text.endswith("</think>\n\n")
 
@@ -157,3 +157,4 @@ def test_a_template_that_is_no_jinja_is_refused(tmp_path, template):
 def test_a_template_that_refuses_or_misbehaves_is_told_in_its_own_words(tmp_path, template, words):
     with pytest.raises(ConfigError, match=words):
         ChatTemplate(folder_with(tmp_path, template)).render([{"role": "judge", "content": "1"}])
+

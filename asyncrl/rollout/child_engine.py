@@ -44,6 +44,8 @@ class Launch:
     spec: Mapping[str, Any]
     """For `serve`, which gets the place of the weights as `weights` beside it."""
     env: Mapping[str, str]
+    close_timeout_s: float = 2.0
+    """For an orderly end, before it is killed."""
 
 
 class ChildEngine:
@@ -78,7 +80,7 @@ class ChildEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`."""
-        refuse_unservable(request, self._facts, stop_strings=self.capabilities.stop_strings)
+        refuse_unservable(request, self._facts, capabilities=self.capabilities)
         self._live_child()
         key, mailbox = str(next(self._keys)), Mailbox()
         self._open[key], self._new[key] = mailbox, request
@@ -121,7 +123,7 @@ class ChildEngine:
         """See `Engine.close`. Open requests end with ChildDied."""
         self._end(ChildDied(f"engine {self.name} was closed"))
         if self._child is not None:
-            await self._child.close()
+            await self._child.close(self._launch.close_timeout_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

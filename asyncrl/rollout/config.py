@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from asyncrl.errors import ConfigError
 from asyncrl.settings import Section
 from asyncrl.types import Sampling
 
@@ -81,6 +82,15 @@ class VLLMEngineConfig(Section):
     """Prompt plus completion; the model's own limit when left out."""
     seed: int | None = None
     """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
+
+    @model_validator(mode="after")
+    def _a_forward_has_room_for_every_running_request(self) -> VLLMEngineConfig:
+        if self.max_batch_tokens < self.max_running_requests:
+            raise ConfigError("engine.max_batch_tokens, engine.max_running_requests",
+                              value=(self.max_batch_tokens, self.max_running_requests),
+                              allowed="a token of a forward for each running request",
+                              remedy="Raise max_batch_tokens or lower max_running_requests.")
+        return self
 
 
 EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

@@ -40,6 +40,8 @@ class Capabilities:
     bit_reproducible: bool
     context_tokens: int
     """Prompt plus completion may not exceed this."""
+    lowest_temperature: float = 0.0
+    """Below it the engine would sample at another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,3 +129,6 @@ def require(capabilities: Capabilities, sampling: Sampling, interruption: Interr
     if sampling.stop and not capabilities.stop_strings:
         raise ConfigError("sampling.stop", value=sampling.stop, allowed=f"no stop strings with {engine}",
                           remedy="End completions with an end-of-sequence token, or choose an engine that has stop strings.")
+    if sampling.temperature < capabilities.lowest_temperature:
+        raise ConfigError("sampling.temperature", value=sampling.temperature, remedy="Raise it, or choose another engine.",
+                          allowed=f"at least {capabilities.lowest_temperature:g} with {engine}")

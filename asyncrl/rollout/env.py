@@ -121,9 +121,12 @@ class Session:
             raise NonFiniteError(f"request {request.request_id}: {error}") from error
         except ShapeError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
-        except ChildDied:
+        except ChildDied as error:
             if not self._router.serving:
                 raise
+            if sampling.stop and written:
+                raise EngineError(f"request {request.request_id}: its engine died, and another one would look for the stop strings "
+                                  f"{sampling.stop} in what it writes itself alone: {error}") from error
             return Status.INTERRUPTED
         raise EngineError(f"request {request.request_id}: the engine's stream ended without a finish reason")
 

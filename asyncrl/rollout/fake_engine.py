@@ -134,11 +134,11 @@ class FakeEngine:
             raise WrongBase(f"engine {self.name} holds version {self.version}, the delta needs {manifest.base}")
         if self.faults.apply_error:
             raise WeightSyncError(self.faults.apply_error)
-        self.version = manifest.version
+        changed, self.version = manifest.version != self.version, manifest.version
         if not self.faults.stale_prefix_cache:
             self._prefix_cache.clear()
         started = [row for row in self._rows if row.sampled_tokens]
-        for row in started:
+        for row in started if changed else ():
             row.kv_fresh = self._paused is Interruption.RECOMPUTE
         recomputed_tokens = self._interrupted_tokens + sum(row.cached_tokens for row in started if row.kv_fresh)
         return Ack(manifest.version, manifest.state_hash + self.faults.wrong_hash, pause_s=now_s() - self._paused_at_s,

@@ -68,7 +68,7 @@ class InlineEngine:
         """See `Engine.generate`. Waits for: the next wave, and `resume` while paused."""
         from asyncrl.rollout.inline_wave import Row
 
-        refuse_unservable(request, self._facts)
+        refuse_unservable(request, self._facts, capabilities=self.capabilities)
         self._check_alive()
         row = Row(request, budget_tokens(request, self._facts), Mailbox())
         self._waiting.append(row)
@@ -95,12 +95,13 @@ class InlineEngine:
         self._check_alive()
         if self._paused is None or self._receiver is None:
             raise WeightSyncError(f"engine {self.name}: weights are applied only between pause and resume")
+        before = self._receiver.state_hash
         state_hash = self._receiver.apply(manifest)
         recomputed_tokens = 0
         if self._wave and self._paused is Interruption.RECOMPUTE:
             recomputed_tokens = self._wave.cached_tokens
             self._wave.forget_cache()
-        elif self._wave:
+        elif self._wave and state_hash != before:
             self._wave.mark_stale()
         return Ack(manifest.version, state_hash, pause_s=now_s() - self._paused_at_s, recomputed_tokens=recomputed_tokens)
 

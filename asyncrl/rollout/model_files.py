@@ -11,7 +11,7 @@ import numpy as np
 
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.model_folder import model_folder, reading
-from asyncrl.rollout.engine import GenerationRequest
+from asyncrl.rollout.engine import Capabilities, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,14 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
     return ModelFacts(folder, context_tokens or limit, vocab_size, eos)
 
 
-def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, stop_strings: bool = False) -> None:
+def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabilities: Capabilities) -> None:
     """Raise EngineError, final for the request, when an engine that samples softmax(logits / temperature) cannot serve it."""
     where = f"request {request.request_id}"
     sampling, tokens = request.sampling, request.tokens
-    biased = sampling.biased_fields() + (("stop",) if sampling.stop and not stop_strings else ())
-    if biased:
-        raise EngineError(f"{where}: sampling.{biased[0]} = {getattr(sampling, biased[0])!r} is not supported by this engine")
+    unsupported = sampling.biased_fields() + (("stop",) if sampling.stop and not capabilities.stop_strings else ())
+    unsupported += ("temperature",) if sampling.temperature < capabilities.lowest_temperature else ()
+    if unsupported:
+        raise EngineError(f"{where}: sampling.{unsupported[0]} = {getattr(sampling, unsupported[0])!r} is not supported by this engine")
     try:
         sampling.check(for_training=False)
     except ConfigError as error:

@@ -88,7 +88,7 @@ def _rendered(prompt: Prompt, tokenizer: Tokenizer) -> str:
     if not isinstance(variables, Mapping):
         raise ConfigError(f"prompts.{_TEMPLATE_COLUMN}", value=variables, allowed="variables for the chat template, by name",
                           remedy="Make it an object, such as {\"enable_thinking\": false}, or rename the column.")
-    return tokenizer.render(prompt.messages, **variables)
+    return tokenizer.render(prompt.messages, variables)
 
 
 def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
 from asyncrl.errors import WeightSyncError
+from asyncrl.process import peak_memory_bytes
+from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.loaded_model import load_model
-from asyncrl.rollout.transformers_sampler import Emission, Job, Limits, Sampler
+from asyncrl.rollout.transformers_sampler import Job, Limits, Sampler
 from asyncrl.types import NOT_SAMPLED
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.receiver import Receiver
@@ -28,7 +27,7 @@ from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
-    """Serve one engine until the controller closes it. `spec` is made by `TransformersEngine.start`."""
+    """Serve one engine until the controller closes it. `spec` is made by `TransformersEngine`."""
     torch.set_num_threads(spec["threads"])
     child = _Child(channel, spec)
     threading.Thread(target=child.exit_when_stopped, daemon=True).start()
@@ -46,11 +45,9 @@ class _Child:
     """Handles requests one after another on the serving thread; chunks leave from it and from the generation thread."""
 
     def __init__(self, channel: Channel, spec: Mapping[str, Any]) -> None:
-        self._channel = channel
+        self._channel, self._stream = channel, ChunkStream(channel)
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"])
         self._receiver = Receiver(memory_targets(checkpoint_tensors(model)), store=StoreTransport(Path(spec["weights"])))
-        self._stream_id: int | None = None
-        self._messages = 0
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit)
         self._handlers: dict[str, Callable[[Request], Mapping[str, Any]]] = {
@@ -60,7 +57,7 @@ class _Child:
     def handle(self, request: Request) -> None:
         """Answer one request; an error is the answer to the request that caused it."""
         if request.op == "chunks":
-            self._stream_id = request.id
+            self._stream.opened(request.id)
             return
         try:
             self._channel.reply(request.id, self._handlers[request.op](request))
@@ -90,14 +87,16 @@ class _Child:
     def _pause(self, request: Request) -> Mapping[str, Any]:
         self._paused_at_s = time.monotonic()
         self.sampler.pause(Interruption(request.body["kind"]))
-        return {"messages": self._messages}
+        return {"messages": self._stream.messages}
 
     def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self.sampler.paused:
             raise WeightSyncError("weights are applied only between pause and resume")
         self.sampler.check_parked()
+        before = self._receiver.state_hash
         state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
-        self.sampler.mark_stale()
+        if state_hash != before:
+            self.sampler.mark_stale()
         return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s,
                 "recomputed_tokens": self.sampler.interrupted_tokens}
 
@@ -110,16 +109,7 @@ class _Child:
     def _health(self, request: Request) -> Mapping[str, Any]:
         version = self._receiver.version
         return {"version": NOT_SAMPLED if version is None else version, "running_requests": self.sampler.running_requests,
-                "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+                "peak_memory_bytes": peak_memory_bytes()}
 
     def _emit(self, emissions: list[Emission]) -> None:
-        if not emissions:
-            return
-        assert self._stream_id is not None, "the controller opens the stream before it sends a request"
-        rows = [(emission.key, len(emission.tokens), emission.kv_fresh, emission.finish and emission.finish.value, emission.error)
-                for emission in emissions]
-        tokens = np.fromiter(chain.from_iterable(emission.tokens for emission in emissions), dtype=np.int32)
-        logprobs = np.fromiter(chain.from_iterable(emission.logprobs for emission in emissions), dtype=np.float32)
-        self._messages += 1
-        self._channel.reply(self._stream_id, {"version": self._receiver.version, "rows": rows},
-                            arrays={"tokens": tokens, "logprobs": logprobs}, last=False)
+        self._stream.send(emissions, version=self._receiver.version)

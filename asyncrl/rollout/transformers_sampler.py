@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
 
 from asyncrl.errors import AbortNotHonoured, EngineError
+from asyncrl.rollout.chunk_stream import Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.types import Status
 
@@ -52,18 +53,6 @@ class Job:
     tokens: list[int]
     max_new_tokens: int
     temperature: float
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """Tokens of one request that are to be delivered, and how it ended, if it did."""
-
-    key: str
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    kv_fresh: bool
-    finish: Status | None
-    error: str = ""
 
 
 @dataclass(slots=True)

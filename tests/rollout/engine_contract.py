@@ -237,6 +237,31 @@ async def drain_lets_running_requests_finish_and_starts_none(rig: Rig) -> None:
     assert (await late).spans[0][1] == 1
 
 
+async def recompute_makes_kept_keys_fresh_again(rig: Rig) -> None:
+    await rig.begin()
+    long, short = rig.start_long(Sampling(max_new_tokens=120))
+    longer = [asyncio.create_task(rig.write(rig.prompts[0], Sampling(max_new_tokens=30), seed=seed)) for seed in range(100, 104)]
+    await short
+    await rig.update(1, 0, Interruption.KEEP)
+    await asyncio.gather(*longer)
+    await rig.update(2, 1, Interruption.RECOMPUTE)
+    written = await asyncio.gather(*long)
+    for one in written:
+        rig.check(one)
+        assert all(fresh for _, version, fresh in one.spans if version == 2)
+    assert any([(version, fresh) for _, version, fresh in one.spans] == [(0, True), (1, False), (2, True)] for one in written)
+
+
+async def a_version_applied_again_changes_nothing(rig: Rig) -> None:
+    await rig.begin()
+    long, short = rig.start_long(Sampling(max_new_tokens=40))
+    await short
+    await rig.update(0, None, Interruption.KEEP)
+    for one in await asyncio.gather(*long):
+        rig.check(one)
+        assert all((version, fresh) == (0, True) for _, version, fresh in one.spans)
+
+
 async def a_wrong_base_is_refused_and_the_version_stays(rig: Rig) -> None:
     await rig.begin()
     await rig.engine.pause(Interruption.KEEP)
@@ -280,6 +305,16 @@ async def closing_the_iterator_cancels_the_request(rig: Rig) -> None:
     await asyncio.gather(*long, return_exceptions=True)
     await _ticks()
     assert (await rig.engine.health()).running_requests == 0
+    stream = rig.engine.generate(GenerationRequest("closed", rig.prompts[0], Sampling(max_new_tokens=200), seed=0))
+    first = asyncio.ensure_future(anext(stream))
+    await _ticks()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+    asked = 0
+    while (await rig.engine.health()).running_requests:
+        asked += 1
+        assert asked < 20, "the cancellation is on its way for a message or two, not for ever"
     rig.check(await rig.write(rig.prompts[0], Sampling(max_new_tokens=3)))
 
 
@@ -312,7 +347,8 @@ RULES = (
     either_of_two_end_tokens_stops_and_the_budget_ends_the_rest, the_context_ends_a_completion,
     a_prompt_that_fills_the_context_is_refused, pause_delivers_every_token_and_lets_none_out,
     a_request_that_comes_while_paused_waits_for_resume, keep_goes_on_with_old_keys_and_says_so,
-    recompute_goes_on_under_the_new_weights_alone, drain_lets_running_requests_finish_and_starts_none,
+    recompute_goes_on_under_the_new_weights_alone, recompute_makes_kept_keys_fresh_again, a_version_applied_again_changes_nothing,
+    drain_lets_running_requests_finish_and_starts_none,
     a_wrong_base_is_refused_and_the_version_stays, weights_are_refused_outside_a_pause, deltas_lead_to_the_state_of_a_fresh_load,
     closing_the_iterator_cancels_the_request,
 )

@@ -163,7 +163,7 @@ def test_a_child_that_says_what_nobody_understands_ends_every_open_request(model
         async def call(self, op: str, *arguments: object, **settings: object) -> Reply:
             return Reply({})
 
-        async def close(self) -> None:
+        async def close(self, timeout_s: float) -> None:
             pass
 
     async def start(*arguments: object, **settings: object) -> Confused:
