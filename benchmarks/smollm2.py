@@ -27,7 +27,7 @@ RESULT = ROOT / "benchmarks" / "results" / "smollm2.json"
 PICTURE = ROOT / "docs" / "smollm2.png"
 TIMEOUT_S = 3600
 EDGE_STEPS = 3
-"""First and last values are means over so many steps: one batch of 64 rollouts is a noisy measure."""
+"""First and last values are means over so many steps: one batch of 64 rollouts is a noisy measure. The first hold some learning."""
 CURVES = {"form": "reward/function.form/mean", "sum": "reward/function.sum/mean"}
 PER_STEP = ("staleness/token/max", "correction/logprob_gap/mean", "correction/logprob_gap_staleness_0/mean", "correction/ess/frac",
             "weights/density/mean", "weights/sync_s/mean", "rollout/tokens/sum", "rollout/truncated_frac/mean", "train/period_s/last",
@@ -51,7 +51,8 @@ def summarise(folder: Path) -> dict[str, Any]:
     curves = {part: [round(row[name], 4) for row in rows] for part, name in CURVES.items()}
     edges = {part: {"first": statistics.mean(values[:EDGE_STEPS]), "last": statistics.mean(values[-EDGE_STEPS:])}
              for part, values in curves.items()}
-    return {"settings": yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), "summary": summary,
+    settings = (folder / "config.yaml").read_text(encoding="utf-8").replace(f"{ROOT}/", "")
+    return {"settings": yaml.safe_load(settings), "summary": summary,
             "steps": [int(row["step"]) for row in rows], "curves": curves, "edges": edges,
             "per_step": {name: [row.get(name) for row in rows] for name in PER_STEP}}
 
@@ -64,7 +65,7 @@ def draw(result: Mapping[str, Any]) -> Figure:
         axes.plot(result["steps"], result["curves"][part], "-o", markersize=3, linewidth=1.5, label=label, color=colour)
     buffer = result["settings"]["buffer"]
     rollouts = buffer["groups_per_step"] * buffer["group_size"]
-    axes.set(xlabel=f"step ({rollouts} rollouts)", ylabel="share of rollouts", ylim=(0, 1.02),
+    axes.set(xlabel=f"step ({rollouts} rollouts trained)", ylabel="share of rollouts", ylim=(0, 1.02),
              title=f"SmolLM2-135M-Instruct, two CPU cores, {result['summary']['wall_s'] / 60:.0f} minutes")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
