@@ -51,8 +51,9 @@ def summarise(folder: Path) -> dict[str, Any]:
     curves = {part: [round(row[name], 4) for row in rows] for part, name in CURVES.items()}
     edges = {part: {"first": statistics.mean(values[:EDGE_STEPS]), "last": statistics.mean(values[-EDGE_STEPS:])}
              for part, values in curves.items()}
-    settings = (folder / "config.yaml").read_text(encoding="utf-8").replace(f"{ROOT}/", "")
-    return {"settings": yaml.safe_load(settings), "summary": summary,
+    settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8").replace(f"{ROOT}/", ""))
+    del settings["run"]["folder"]  # of this machine
+    return {"settings": settings, "summary": summary,
             "steps": [int(row["step"]) for row in rows], "curves": curves, "edges": edges,
             "per_step": {name: [row.get(name) for row in rows] for name in PER_STEP}}
 
