@@ -160,8 +160,15 @@ _Dumper.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
 def _resolve_functions(node: Any, *, base: Path, path: str) -> Any:
     if not isinstance(node, dict):
         return node
-    return {key: resolve_reference(value, base=base, field=f"{path}{key}") if key in _FUNCTION_KEYS and isinstance(value, str)
-            else value if key == _ARGUMENTS else _resolve_functions(value, base=base, path=f"{path}{key}.") for key, value in node.items()}
+    return {key: value if key == _ARGUMENTS else _resolve_references(value, base=base, field=f"{path}{key}") if key in _FUNCTION_KEYS
+            else _resolve_functions(value, base=base, path=f"{path}{key}.") for key, value in node.items()}
+
+
+def _resolve_references(value: Any, *, base: Path, field: str) -> Any:
+    """One reference, or several by name; what is neither is left for the model to refuse."""
+    if isinstance(value, dict):
+        return {name: _resolve_references(reference, base=base, field=f"{field}.{name}") for name, reference in value.items()}
+    return resolve_reference(value, base=base, field=field) if isinstance(value, str) else value
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +73,7 @@ def check_environment(config: RunConfig) -> None:
         require_vllm()
     if isinstance(config.run.wandb, Wandb):
         require_wandb()
-    load_function(config.env.reward, field="env.reward")
+    _rewards(config)
     if isinstance(config.model, ModelFunction):
         function = load_function(config.model.function, field="model.function")
         check_arguments(function, Path(), field="model", arguments=config.model.arguments)
@@ -134,8 +134,7 @@ def build(config: RunConfig, *, model: Path) -> Run:
                       **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
                          probe=config.run.probe, eval_prompts=_eval_prompts(config))
-    env = SingleTurn(load_function(config.env.reward, field="env.reward"), workers=config.env.workers,
-                     timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
+    env = SingleTurn(_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
     prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
     return Run(prompts=prompts, engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
@@ -161,6 +160,13 @@ def build_engine(config: RunConfig, *, model: Path) -> Engine:
         return InlineEngine(model, **dict(engine))
     kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
     return kind(model, **dict(engine) | {"seed": config.run.seed if engine.seed is None else engine.seed})
+
+
+def _rewards(config: RunConfig) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
+    reward = config.env.reward
+    if isinstance(reward, str):
+        return load_function(reward, field="env.reward")
+    return {name: load_function(reference, field=f"env.reward.{name}") for name, reference in reward.items()}
 
 
 def _data(config: FunctionData | JsonlData, *, field: str, source: str) -> Iterable[Prompt]:

@@ -48,8 +48,8 @@ class SingleTurnConfig(Section):
     """One completion, one judgement in a killable worker."""
 
     kind: Literal["single_turn"] = "single_turn"
-    reward: str
-    """`file.py:name` or `module:name` of the reward function."""
+    reward: str | dict[str, str]
+    """`file.py:name` or `module:name` of the reward function, or several by name: their sum is the reward, each has a curve of its own."""
     workers: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=10.0, gt=0)
     memory_bytes: int | None = Field(default=None, ge=1)

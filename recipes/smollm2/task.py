@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from asyncrl.types import Prompt
 
@@ -68,14 +68,3 @@ def is_right(prompt: Prompt, completion: str) -> float:
     """1 when the last number written is the sum, in whatever form: the two parts are earned apart."""
     numbers = _NUMBER.findall(completion)
     return float(bool(numbers) and numbers[-1].lstrip("0") == str(prompt.columns["sum"]))
-
-
-class Parts(dict[str, Callable[[Prompt, str], float]]):
-    """Reward functions by name, each with a curve of its own in the metrics; called, it gives their sum."""
-
-    def __call__(self, prompt: Prompt, completion: str) -> float:
-        """The whole reward of one completion, from 0 to 2."""
-        return sum(part(prompt, completion) for part in self.values())
-
-
-form_and_sum = Parts(form=ends_as_asked, sum=is_right)

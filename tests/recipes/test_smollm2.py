@@ -13,8 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from asyncrl.config import load_config
-from asyncrl.functions import load_function, resolve_reference
-from asyncrl.rollout.judge import named_rewards
+from asyncrl.functions import load_function
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt
 
@@ -45,11 +44,12 @@ def test_form_and_sum_are_earned_apart(completion: str, form: float, right: floa
     assert judged(completion) == (form, right)
 
 
-def test_the_reward_of_the_recipe_has_two_named_parts_that_add_up() -> None:
-    parts = load_function(resolve_reference("task.py:form_and_sum", base=RECIPE, field="env.reward"), field="env.reward")
-    assert [reward.name for reward in named_rewards(parts)] == ["form", "sum"]
+def test_the_reward_of_the_recipe_has_two_named_parts() -> None:
+    parts = load_config(RECIPE / "sums.yaml").env.reward
+    loaded = {name: load_function(reference, field="env.reward") for name, reference in parts.items()}
     prompt = Prompt(text="?", columns={"sum": 12})
-    assert [parts(prompt, text) for text in ("Answer: 12", "Answer: 1", "12", "none")] == [2.0, 1.0, 1.0, 0.0]
+    earned = [{name: part(prompt, text) for name, part in loaded.items()} for text in ("Answer: 12", "Answer: 1", "12", "none")]
+    assert earned == [{"form": 1, "sum": 1}, {"form": 1, "sum": 0}, {"form": 0, "sum": 1}, {"form": 0, "sum": 0}]
 
 
 def test_a_prompt_is_chatml_with_one_example_and_an_open_answer() -> None:
