@@ -87,7 +87,7 @@ def test_an_engine_that_was_not_prepared_says_so(seen):
     assert seen["unprepared"] == {"kind": "WeightSyncError", "message": "the engine was not prepared for weight sync"}
 
 
-def test_no_layer_keeps_a_packed_weight(seen):
+def test_vllm_finds_no_reason_to_pack_a_weight(seen):
     assert seen["packs_small_weights"] is False
 
 

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` with its own processes, for `test_vllm_plugin` to kill. Prints their ids once it is up, then waits. Run as FOLDER."""
+"""An `AsyncLLM` with its own processes, for `test_vllm_sync` to kill. Prints their ids once it is up, then waits. Run as FOLDER."""
 
 from __future__ import annotations
 

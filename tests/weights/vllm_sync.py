@@ -1,4 +1,4 @@
-"""The engine of `test_vllm_plugin`: one vLLM model in this process, synced from a transformers model; prints what it saw as JSON.
+"""The engine of `test_vllm_sync`: one vLLM model in this process, synced from a transformers model; prints what it saw as JSON.
 
 Run as FOLDER ARCHITECTURE TIED DTYPE. Without the plugin's variable it only prepares.
 """
