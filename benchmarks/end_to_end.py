@@ -38,7 +38,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.functions import load_function
 from asyncrl.observe.console import HEADER
 from asyncrl.observe.jsonl import read_jsonl
-from asyncrl.observe.summary import mean_of
+from asyncrl.observe.summary import mean_of, total_of
 from asyncrl.process import die_with_parent, last_lines
 from asyncrl.training import prepare_model
 
@@ -160,7 +160,7 @@ def run_asyncrl(task: Task, settings: Variant, *, seed: int, steps: int, folder:
     names = ("engine_wait_frac", "trainer_wait_frac", "staleness_max", "weight_sync_s_mean", "length_bias", "tokens_dropped")
     return Observed(
         start_up_s=begin_s, seconds=seconds, rewards=tuple(row["reward/total/mean"] for row in rows),
-        rollouts=int(sum(row["reward/rollouts/sum"] for row in rows)), tokens=int(sum(row["rollout/tokens/sum"] for row in rows)),
+        rollouts=int(total_of(rows, "reward/rollouts/sum")), tokens=int(total_of(rows, "rollout/tokens/sum")),
         model=folder / "run" / "model",
         details={**{name: summary[name] for name in names}, "staleness_mean": mean_of(rows, "staleness/token/mean")})
 
