@@ -220,7 +220,9 @@ def evaluate(folder: Path, config: RunConfig) -> dict[str, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
     prompts = load_function(config.eval.prompts.function, field="eval")(count=HELD_OUT_PROMPTS)
