@@ -29,6 +29,8 @@ from asyncrl.process import Exit, die_with_parent, last_lines, peak_memory_bytes
 
 _SETTLE_S = 1.0
 """Between the end of a process and the end of its socket, in either order; they differ only when something is wrong."""
+_STARTER = "ASYNCRL_STARTER_PID"
+"""Names, in the environment of whatever a child starts, the process that starts it; once that has died, the kernel no longer tells."""
 _TERMINATE_S = 0.5
 """What a child gets between SIGTERM and SIGKILL."""
 
@@ -226,6 +228,7 @@ def main(argv: list[str]) -> None:
     """The child's entry: MODULE, the number of the inherited socket, the controller's process id."""
     module, descriptor, parent_pid = argv
     die_with_parent(int(parent_pid))
+    os.environ[_STARTER] = str(os.getpid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     sock = socket.socket(fileno=int(descriptor))
@@ -268,4 +271,5 @@ if __name__ == "__main__":
     main(sys.argv[1:])
 elif __name__ == "__mp_main__":
     # what a child starts with multiprocessing, as vLLM does, imports this module first of all
-    die_with_parent(os.getppid())
+    die_with_parent(int(os.environ[_STARTER]))
+    os.environ[_STARTER] = str(os.getpid())
