@@ -336,6 +336,19 @@ async def weights_that_break_the_logits_end_requests_without_a_made_up_logprob(r
         rig.check(one)
 
 
+async def every_token_over_three_versions_has_the_logprob_of_its_own(rig: Rig, kind: Interruption) -> None:
+    await rig.begin()
+    long, short = rig.start_long(Sampling(max_new_tokens=120))
+    await short
+    for version in (1, 2):
+        await rig.update(version, version - 1, kind)
+        await rig.write(rig.prompts[0], Sampling(max_new_tokens=4), seed=99)
+    written = await asyncio.gather(*long)
+    for one in written:
+        rig.check(one)
+    assert any([version for _, version, _ in one.spans] == [0, 1, 2] for one in written)
+
+
 async def an_engine_without_a_version_does_not_sample(engine: Engine) -> None:
     assert (await engine.health()).version == NOT_SAMPLED
     with pytest.raises(WeightSyncError, match="none has been applied"):

@@ -52,19 +52,7 @@ def test_contract(rig: Rig, rule) -> None:
 
 @pytest.mark.parametrize("kind", [Interruption.KEEP, Interruption.RECOMPUTE])
 def test_every_token_over_three_versions_has_the_logprob_of_its_own(rig: Rig, kind: Interruption) -> None:
-    async def main() -> None:
-        await rig.begin()
-        long, short = rig.start_long(Sampling(max_new_tokens=120))
-        await short
-        for version in (1, 2):
-            await rig.update(version, version - 1, kind)
-            await rig.write(rig.prompts[0], Sampling(max_new_tokens=4), seed=99)
-        written = await asyncio.gather(*long)
-        for one in written:
-            rig.check(one)
-        assert any([version for _, version, _ in one.spans] == [0, 1, 2] for one in written)
-
-    rig.run(main())
+    rig.run(engine_contract.every_token_over_three_versions_has_the_logprob_of_its_own(rig, kind))
 
 
 def test_the_other_version_would_have_given_other_logprobs(model: PublishedModel, rig: Rig) -> None:
