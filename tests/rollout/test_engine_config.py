@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.rollout.config import EngineConfig, InlineEngineConfig, SamplingConfig, TransformersEngineConfig
+from asyncrl.rollout.config import EngineConfig, InlineEngineConfig, SamplingConfig, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.types import Sampling
 
 
@@ -23,7 +23,9 @@ def test_the_kind_selects_the_engine_and_its_fields_alone() -> None:
     parse = TypeAdapter(EngineConfig).validate_python
     assert isinstance(parse({"kind": "inline", "max_batch_requests": 8}), InlineEngineConfig)
     assert isinstance(parse({"kind": "transformers", "threads": 2}), TransformersEngineConfig)
-    for wrong in ({"kind": "inline", "threads": 2}, {"kind": "transformers", "max_batch_requests": 8}, {"kind": "vllm"}):
+    assert isinstance(parse({"kind": "vllm", "kv_cache_bytes": 2**22}), VLLMEngineConfig)
+    for wrong in ({"kind": "inline", "threads": 2}, {"kind": "transformers", "max_batch_requests": 8}, {"kind": "sglang"},
+                  {"kind": "vllm", "kv_cache_tokens": 9}):
         with pytest.raises(ValidationError):
             parse(wrong)
 
