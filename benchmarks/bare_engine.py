@@ -65,9 +65,13 @@ async def _serve_vllm(spec: dict[str, Any], answer: Answer, rounds: Rounds) -> N
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from asyncrl.rollout.vllm_child import IN_PROCESS
+    from asyncrl.weights.vllm_plugin import VARIABLE
+
+    executor = {"distributed_executor_backend": IN_PROCESS} if current_platform.is_cpu() and VARIABLE in os.environ else {}
     arguments = AsyncEngineArgs(model=spec["folder"], logprobs_mode="processed_logprobs", generation_config="vllm",
                                 enable_prefix_caching=True, enforce_eager=current_platform.is_cpu(), disable_log_stats=True,
-                                **spec["arguments"])
+                                **executor, **spec["arguments"])
     engine = AsyncLLM.from_vllm_config(arguments.create_engine_config(), disable_log_stats=True)
     try:
         answer({})

@@ -90,14 +90,14 @@ class Round:
 
 def settings() -> list[Setting]:
     """Both engines at both concurrencies. Transformers samples 32 at once by default, so also with as many as there are requests; vLLM
-    keeps weights unpacked on a CPU for asyncrl, so also against one that packs them."""
+    keeps weights unpacked and its worker in its core on a CPU for asyncrl, so also against one that packs them and has two processes."""
     rows = []
     for clients in (64, 256):
         wide = {"max_running_requests": clients, "max_batch_tokens": max(128, clients)}
         rows += [Setting("transformers", "transformers", clients, {}, {}),
                  Setting("transformers, all at once", "transformers", clients, wide, {}),
                  Setting("vllm", "vllm", clients, {}, {}),
-                 Setting("vllm, bare one packs weights", "vllm", clients, {}, {"ASYNCRL_VLLM": None, "VLLM_PLUGINS": ""})]
+                 Setting("vllm, bare one as it comes", "vllm", clients, {}, {"ASYNCRL_VLLM": None, "VLLM_PLUGINS": ""})]
     return rows
 
 

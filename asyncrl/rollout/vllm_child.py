@@ -36,7 +36,7 @@ from asyncrl.types import NOT_SAMPLED, Status
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.vllm_plugin import EXTENSION
 
-_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """On a CPU vLLM puts its worker into a process of its own, to pin threads, which this engine does not; the two then wait for each other by
 spinning, on cores the trainer could use. By its full name the other executor is taken as it is."""
 _QUIET_TICKS = 4
@@ -93,7 +93,7 @@ async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
 def _start(spec: Mapping[str, Any]) -> AsyncLLM:
     """vLLM with nothing left to its defaults that could change what is sampled or how its logprobs are given."""
     on_cpu = current_platform.is_cpu()
-    executor = {"distributed_executor_backend": _IN_PROCESS} if on_cpu else {}
+    executor = {"distributed_executor_backend": IN_PROCESS} if on_cpu else {}
     arguments = AsyncEngineArgs(
         model=spec["folder"], logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True,
         enforce_eager=on_cpu, disable_log_stats=True, worker_extension_cls=EXTENSION, **executor, **spec["arguments"])
