@@ -33,7 +33,7 @@ from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
 
 _PREPARE_TIMEOUT_S = 3600.0
-_BELOW = MappingProxyType({"vllm": " with vLLM's two processes below it"})
+_BELOW = MappingProxyType({"vllm": " with vLLM's core in a process below it"})
 
 
 async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class VLLMEngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of the worker; vLLM's two other processes take part of another core."""
+    """CPU threads of the forward; the loop that feeds it takes part of another core."""
     max_batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one forward; longer prompts are read in pieces of this size."""
     max_running_requests: int = Field(default=256, ge=1)
