@@ -48,6 +48,24 @@ def test_the_times_of_the_two_commands_are_those_of_their_json() -> None:
         assert f"`{row['command']}` {row['wall_s']:.0f} s" in README
 
 
+def test_the_race_is_that_of_its_json() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "end_to_end.json").read_text(encoding="utf-8"))
+    for row, task, key in (("quickstart, answers", "quickstart", "seconds_to_threshold"),
+                           ("long tail, up to", "long_tail", "seconds_to_threshold"), ("start-up, quickstart", "quickstart", "start_up_s")):
+        (shown,) = re.findall(rf"^\| {row}[^|]*\|(.*)\|$", README, flags=re.MULTILINE)
+        assert [cell.strip() for cell in shown.split("|")] == [
+            f"{result[task]['summary'][name][key]:.1f}" for name in ("trl", "sync", "async", "vllm")]
+
+
+def test_the_figures_of_smollm2_are_those_of_its_json() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "smollm2.json").read_text(encoding="utf-8"))
+    edges, summary = result["edges"], result["summary"]
+    for part in ("form", "sum"):
+        assert f"{100 * edges[part]['first']:.0f}% → {100 * edges[part]['last']:.0f}%" in README
+    assert f"{summary['eval_before']:.2f} → {summary['eval_after']:.2f} of 2" in README
+    assert f"{summary['wall_s'] / 60:.0f} minutes on two cores" in README
+
+
 def test_the_picture_shows_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     runs = quickstart()["runs"]
