@@ -7,7 +7,6 @@ learned from examples with a lognormal number; the reward reads what follows the
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -61,14 +60,6 @@ def held_out_examples(seed: int = 0, **_: float) -> list[tuple[str, str]]:
 def is_correct(prompt: Prompt, completion: str) -> float:
     """1 for exactly the right digits after the thinking, else 0."""
     return float(completion.rpartition(DONE)[2] == prompt.columns["answer"])
-
-
-def tiny_qwen3(folder: Path, *, context_tokens: int = 160, **arguments: int | float) -> None:
-    """The model of the sums with room for thinking; its rotary positions have no parameters to enlarge."""
-    _task("tiny_qwen3")(folder, **arguments)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"max_position_embeddings": context_tokens}, indent=2),
-                    encoding="utf-8")
 
 
 def _task(name: str) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def held_out_examples(seed: int = 0, noise: float = 0.0) -> list[tuple[str, str]
 
 
 def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 4, intermediate: int = 128,
-               initializer_range: float = 0.02, seed: int = 0) -> None:
+               initializer_range: float = 0.02, context_tokens: int = 64, seed: int = 0) -> None:
     """Write a randomly initialised Qwen3 with a character tokenizer to `folder`, in Hugging Face format."""
     import torch
     from tokenizers import Regex, Tokenizer
@@ -91,8 +91,8 @@ def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD).save_pretrained(folder)
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=len(vocabulary), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                         num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads, max_position_embeddings=64,
-                         tie_word_embeddings=True, initializer_range=initializer_range,
+                         num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads,
+                         max_position_embeddings=context_tokens, tie_word_embeddings=True, initializer_range=initializer_range,
                          pad_token_id=vocabulary[PAD], eos_token_id=vocabulary[EOS], bos_token_id=None)
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=vocabulary[EOS], pad_token_id=vocabulary[PAD])
