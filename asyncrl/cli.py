@@ -1,4 +1,7 @@
-"""The command line: `asyncrl train RECIPE.yaml section.key=value …`."""
+"""The command line: `asyncrl COMMAND …`, a row of `COMMANDS` each.
+
+A command takes its parsed options and gives an exit code. What it raises becomes one line and an exit code in `main`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import asyncio
 import errno
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.training import check_environment, processes_of, train
 
-EXIT_USAGE = 2
-"""A setting or a file that cannot work; nothing was started."""
+EXIT_OK = 0
+"""What was asked for was done."""
 EXIT_FAILED = 1
 """The run started and ended with an error."""
+EXIT_USAGE = 2
+"""A setting or a file that cannot work; nothing was started."""
 EXIT_INTERRUPTED = 130
 """Ended by Ctrl-C."""
 EXIT_TERMINATED = 143
@@ -26,37 +32,57 @@ _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG
 """The machine's, not a bug's: a full disk, a console that was closed. Their traceback says nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    """Takes the parsed options, gives the exit code."""
+    arguments: Callable[[argparse.ArgumentParser], None]
+    """Adds what the command takes to its parser."""
+    takes_settings: bool = False
+    """Whether `section.key=value` may stand anywhere among the arguments; they are in `options.settings`, in order."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = _parser()
-    options, later = parser.parse_known_args(arguments)
-    if wrong := [argument for argument in later if argument.startswith("-") or "=" not in argument]:
-        parser.error(f"unrecognized {' '.join(wrong)}; settings are given as section.key=value, such as trainer.learning_rate=1e-4")
+    """Run a command; returns the exit code."""
+    options = _parsed(arguments)
     try:
-        config = load_config(options.recipe, [*options.overrides, *later])
-        check_environment(config)
-        if options.dry_run:
-            print(describe(config))
-            return 0
-        asyncio.run(_train_until_told(config))
+        return options.command.run(options)
     except ConfigError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return _told(str(error), EXIT_USAGE)
     except AsyncRLError as error:
-        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _told(f"{type(error).__name__}: {error}", EXIT_FAILED)
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise
-        print(f"asyncrl: what the run writes has no place: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _told(f"what the run writes has no place: {error}", EXIT_FAILED)
     except KeyboardInterrupt:
-        print("asyncrl: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _told("interrupted", EXIT_INTERRUPTED)
     except asyncio.CancelledError:
-        print("asyncrl: terminated", file=sys.stderr)
-        return EXIT_TERMINATED
-    return 0
+        return _told("terminated", EXIT_TERMINATED)
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load_config(options.recipe, options.settings)
+    check_environment(config)
+    if options.dry_run:
+        print(describe(config))
+    else:
+        asyncio.run(_train_until_told(config))
+    return EXIT_OK
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
+
+
+COMMANDS = (
+    Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
+)
 
 
 async def _train_until_told(config: RunConfig) -> None:
@@ -73,14 +99,29 @@ def describe(config: RunConfig) -> str:
     return "\n".join(lines + [f"#   {line}" for line in processes_of(config)])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command, its row of the table among them. Exits with EXIT_USAGE as argparse does."""
     parser = argparse.ArgumentParser(prog="asyncrl", description="Asynchronous off-policy RL post-training of language models.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("train", help="train a model as a recipe says")
-    command.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
-    command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
-    command.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
-    return parser
+    rows = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        row = rows.add_parser(command.name, help=command.help, description=command.help)
+        row.set_defaults(command=command, parser=row)
+        command.arguments(row)
+        if command.takes_settings:
+            row.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+    options, later = parser.parse_known_args(arguments)
+    if not options.command.takes_settings and later:
+        options.parser.error(f"unrecognized arguments: {' '.join(later)}")
+    if wrong := [argument for argument in later if argument.startswith("-") or "=" not in argument]:
+        options.parser.error(f"unrecognized {' '.join(wrong)}; settings are given as section.key=value, such as trainer.learning_rate=1e-4")
+    if later:
+        options.settings = [*options.settings, *later]
+    return options
+
+
+def _told(line: str, code: int) -> int:
+    print(f"asyncrl: {line}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
