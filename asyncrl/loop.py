@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import functools
 import itertools
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
@@ -33,11 +32,11 @@ from asyncrl.clock import now_s
 from asyncrl.config import check_pairs
 from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.meter import Meter
+from asyncrl.observer import Observer, Questions
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.engine import Engine, Interruption, require
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.evaluate import Evaluation, first_failure, roll_out_all, summarise
-from asyncrl.rollout.probe import judge, measure_parity
+from asyncrl.rollout.evaluate import Evaluation, first_failure
 from asyncrl.rollout.prompts import PromptSource, complete_prompt
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.task_config import ProbeConfig
@@ -51,7 +50,6 @@ from asyncrl.weights.config import WeightsConfig
 
 T = TypeVar("T")
 
-_EVAL_GROUP, _PROBE_GROUP = -1, -2
 _MAX_SKIPS_IN_A_ROW = 1000
 
 
@@ -119,7 +117,6 @@ class Run:
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.skipped_prompts = 0
         self.index = 0
-        self._probe_at = 0
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._entered = self._open = False
@@ -127,7 +124,6 @@ class Run:
         self.paths: RunPaths
         self._failure: asyncio.Future[BaseException]
         self._stream: Iterator[Prompt]
-        self._probe_prompts: tuple[Prompt, ...]
 
     async def __aenter__(self) -> Run:
         if self._entered:
@@ -223,14 +219,8 @@ class Run:
         Raises ConfigError without prompts: a mean over nothing is no reward.
         """
         self._require_open()
-        if not self.options.eval_prompts:
-            raise ConfigError("eval_prompts", value=(), allowed="at least one prompt to evaluate", remedy="Set RunOptions.eval_prompts.")
-        prompts = [complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
-                   for number, prompt in enumerate(self.options.eval_prompts)]
         with self._meter.aside():
-            await self._or_failure(self.weights.applied())
-            return summarise(await self._or_failure(roll_out_all(self.observer, prompts, group_id=_EVAL_GROUP,
-                                                                 timeout_s=self.buffer.config.stall_timeout_s)))
+            return await self._or_failure(self.observer.evaluate())
 
     async def finish(self) -> None:
         """Stop producing for good. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
@@ -249,8 +239,8 @@ class Run:
         self.tokenizer = Tokenizer(self.trainer.model)
         self.env.start(self.paths.logs, self.tokenizer)
         stream = self.prompts.stream(self.tokenizer)
-        self._probe_prompts = tuple(itertools.islice(stream, self.options.probe.prompts))
-        self._stream = itertools.chain(self._probe_prompts, stream)
+        probed = tuple(itertools.islice(stream, self.options.probe.prompts))
+        self._stream = itertools.chain(probed, stream)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights))
@@ -261,7 +251,7 @@ class Run:
         for engine in self.engines:
             self.buffer.add_engine(engine.name, 0)
         self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed)
-        self.observer = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=Ledger(), seed=self.options.seed)
+        self.observer = self._make_observer(probed)
         await self.weights.start()
         self._meter = Meter(self.router)
 
@@ -294,18 +284,19 @@ class Run:
         self.buffer.complete(rollout)
         self._meter.scored(rollout)
 
+    def _make_observer(self, probed: tuple[Prompt, ...]) -> Observer:
+        held_out = tuple(complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
+                         for number, prompt in enumerate(self.options.eval_prompts))
+        worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=Ledger(), seed=self.options.seed)
+        return Observer(worker, questions=Questions(evaluation=held_out, probe=probed), weights=self.weights, trainer=self.trainer,
+                        probe=self.options.probe, temperature=self.sampling.temperature, timeout_s=self.buffer.config.stall_timeout_s)
+
     async def _probe_when_due(self) -> None:
-        probe = self.options.probe
-        if self.index < self._probe_at or self.trainer.version % self.options.weights.publish_every_steps:
+        if not self.observer.probe_is_due(self.index) or self.trainer.version % self.options.weights.publish_every_steps:
             return
-        self._probe_at = self.index + probe.every_steps
         with self._meter.aside():
-            version = await self._or_failure(self.weights.applied())
-            rollouts = await self._or_failure(roll_out_all(self.observer, self._probe_prompts, group_id=_PROBE_GROUP,
-                                                           timeout_s=self.buffer.config.stall_timeout_s))
-            score = functools.partial(self.trainer.score, temperature=self.sampling.temperature)
-            parity = await measure_parity(rollouts, score=score, version=version)
-        judge(parity, max_mean_gap=probe.max_mean_gap, temperature=self.sampling.temperature)
+            version, rollouts = await self._or_failure(self.observer.roll_out_probe(self.index))
+            parity = await self.observer.judge_probe(version, rollouts)
         self._meter.probed(parity)
 
     def _measure(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
