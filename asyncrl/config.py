@@ -47,6 +47,9 @@ class RunSection(Section):
     seed: int = 0
     folder: str = "runs"
     probe: ProbeConfig = ProbeConfig()
+    error_budget: float = Field(default=0.5, ge=0, lt=1)
+    """Share of the newest 64 rollouts that may fail, of the whole run and of each source; one failure more ends the run. A failed rollout
+    is counted and left out either way."""
     rollouts_every_steps: int = Field(default=20, ge=1)
     """How often one group is written to rollouts.jsonl: text, tokens, logprobs, versions, mask."""
     wandb: Annotated[NoWandb | Wandb, Field(discriminator="kind")] = NoWandb()

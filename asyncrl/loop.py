@@ -64,6 +64,8 @@ class RunOptions:
     """Or its fields as a mapping."""
     probe: ProbeConfig | Mapping[str, Any] = field(default_factory=ProbeConfig)
     """Or its fields as a mapping."""
+    error_budget: float = 0.5
+    """Share of the newest 64 rollouts, of all and of each source, that may fail; one more ends the run."""
     eval_prompts: tuple[Prompt, ...] = ()
     """Held-out prompts, what `Run.evaluate` asks."""
 
@@ -250,7 +252,7 @@ class Run:
             raise first_failure(failures) from None
         for engine in self.engines:
             self.buffer.add_engine(engine.name, 0)
-        self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed)
+        self.worker = self._make_worker(self.ledger)
         self.observer = self._make_observer(probed)
         await self.weights.start()
         self._meter = Meter(self.router)
@@ -284,11 +286,14 @@ class Run:
         self.buffer.complete(rollout)
         self._meter.scored(rollout)
 
+    def _make_worker(self, ledger: Ledger) -> RolloutWorker:
+        return RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=ledger, seed=self.options.seed,
+                             error_budget=self.options.error_budget)
+
     def _make_observer(self, probed: tuple[Prompt, ...]) -> Observer:
         held_out = tuple(complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                          for number, prompt in enumerate(self.options.eval_prompts))
-        worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=Ledger(), seed=self.options.seed)
-        return Observer(worker, questions=Questions(evaluation=held_out, probe=probed), weights=self.weights, trainer=self.trainer,
+        return Observer(self._make_worker(Ledger()), questions=Questions(evaluation=held_out, probe=probed), weights=self.weights, trainer=self.trainer,
                         probe=self.options.probe, temperature=self.sampling.temperature, timeout_s=self.buffer.config.stall_timeout_s)
 
     async def _probe_when_due(self) -> None:

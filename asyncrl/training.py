@@ -133,7 +133,7 @@ def build(config: RunConfig, *, model: Path) -> Run:
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
                       **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
-                         probe=config.run.probe, eval_prompts=_eval_prompts(config))
+                         probe=config.run.probe, error_budget=config.run.error_budget, eval_prompts=_eval_prompts(config))
     env = SingleTurn(_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
     prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
     return Run(prompts=prompts, engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),

@@ -139,6 +139,7 @@ FLIPS: dict[str, Flip] = {
     "run.name": flip("other", see.folder), "run.folder": flip("elsewhere", see.folder), "run.steps": flip(6, see.course),
     "run.seed": flip(3, see.engine_spec), "run.rollouts_every_steps": flip(2, see.folder),
     "run.probe.every_steps": flip(2, see.parts), "run.probe.prompts": flip(2, see.parts), "run.probe.max_mean_gap": flip(0.5, see.parts),
+    "run.error_budget": flip(0.25, see.parts),
     "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}
 
 

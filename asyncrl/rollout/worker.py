@@ -9,6 +9,7 @@ from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
 from asyncrl.rollout.env import Env, Outcome, Session
+from asyncrl.rollout.error_budget import ErrorBudget
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.types import Prompt, Rollout, Sampling, Sequence, Status
@@ -31,14 +32,13 @@ class RolloutWorker:
         sampling: of every completion.
         ledger: told of every token as it arrives.
         seed: of the run; each rollout's own is derived from it, its group and its index.
-        max_consecutive_errors: so many failed rollouts in a row end the run with the newest failure's text.
+        error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`.
     """
 
     def __init__(self, router: Router, env: Env, *, sampling: Sampling, ledger: Ledger, seed: int,
-                 max_consecutive_errors: int = 64) -> None:
+                 error_budget: float = 0.5) -> None:
         self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
-        self._seed, self._max_errors = seed, max_consecutive_errors
-        self._errors_in_a_row = 0
+        self._seed, self._budget = seed, ErrorBudget(error_budget)
         self._sessions: dict[RolloutKey, Session] = {}
 
     def in_flight(self) -> Count:
@@ -52,7 +52,7 @@ class RolloutWorker:
     async def run(self, prompt: Prompt, *, group_id: int, index: int) -> Rollout:
         """The finished rollout; its status says whether it failed, `error` why.
 
-        Raises RunAborted when nothing works any more, ChildDied when no engine is left, ConfigError for a setting no retry mends.
+        Raises RunAborted when too many fail, ChildDied when no engine is left, ConfigError for a setting no retry mends.
         """
         key = (group_id, index, 0)
         session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=self._sampling,
@@ -69,7 +69,7 @@ class RolloutWorker:
                     raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
                 error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
-            self._count(outcome.status, error)
+            self._budget.ended(outcome.status, source=prompt.source, error=error)
         except BaseException as end:
             self._ledger.abandoned(key, "end_of_run" if isinstance(end, asyncio.CancelledError) else "run_failed")
             raise
@@ -79,12 +79,6 @@ class RolloutWorker:
         return Rollout(prompt_id=prompt.prompt_id, group_id=group_id, index=index, source=prompt.source, status=outcome.status,
                        sequences=_without_gradient(sequences) if outcome.status.is_error else sequences, rewards=outcome.rewards,
                        sampling=self._sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
-
-    def _count(self, status: Status, error: str) -> None:
-        self._errors_in_a_row = self._errors_in_a_row + 1 if status.is_error else 0
-        if self._errors_in_a_row >= self._max_errors:
-            raise RunAborted(f"{self._errors_in_a_row} rollouts in a row failed, the newest with {status.value}: "
-                             f"{error or 'no further text'}")
 
 
 def _is_cancelled(failure: BaseException) -> bool:
