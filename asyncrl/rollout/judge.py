@@ -81,7 +81,8 @@ def _judge(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[in
         return {"error": str(error)}
     except BaseException as error:
         text = "".join(traceback.format_exception(error))[-_TRACE_CHARS:]
-        return {"error": f"reward {reward.name!r} raised {type(error).__name__}: {error}\n{text}"}
+        bound = " (what a worker may take is env.memory_bytes)" if isinstance(error, MemoryError) else ""
+        return {"error": f"reward {reward.name!r} raised {type(error).__name__}: {error}{bound}\n{text}"}
     return {"value": value, "seconds": time.perf_counter() - began_s}
 
 

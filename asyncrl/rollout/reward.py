@@ -11,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.channel import MAX_HEADER_BYTES, Message, pack
 from asyncrl.connection import Connection
-from asyncrl.errors import ChildDied, ConfigError, ProtocolError, RewardError, RewardTimeout
+from asyncrl.errors import ChildDied, ConfigError, ProtocolError, RewardError, RewardTimeout, RunAborted
+from asyncrl.machine import memory_limit_bytes
 from asyncrl.rollout.judge import NamedReward, RewardFunction, named_rewards, serve_rewards
 from asyncrl.rollout.zygote import Zygote
 from asyncrl.types import Prompt
@@ -21,6 +22,9 @@ _MESSAGE_S = 0.01
 _MESSAGE_ITEMS = 64
 _ITEM_BYTES = MAX_HEADER_BYTES // (2 * _MESSAGE_ITEMS)
 """So that a full message stays under the limit of the wire."""
+_HANGING_TIMEOUTS = 4
+"""So many deadlines, one after another, without one call that ended: nothing will. One would be a slow prompt; a service that is away for
+three comes back."""
 _SETTLE_S = 1.0
 """Between the end of a worker's socket and the report of its end, in either order."""
 
@@ -75,7 +79,8 @@ class RewardPool:
             made of messages are lists of messages, and so are their completions; None leaves that reward out of the sum.
         workers: how many run at once.
         timeout_s: for one call of one function; the worker that misses it is killed and replaced.
-        memory_bytes: what a worker may allocate beyond what it inherits; None sets no limit.
+        memory_bytes: private memory a worker may allocate beyond what it inherits; None gives the workers half of this process's limit
+            together, so that it is they who run out.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction] | Sequence[RewardFunction], *, workers: int = 2,
@@ -91,17 +96,21 @@ class RewardPool:
         self._queue: deque[_Item] = deque()
         self._workers: set[_Worker] = set()
         self._call_s: float | None = None
+        self._timeouts = 0
+        self._first_timeout_s = 0.0
         self._closed = False
 
     def start(self, logs: Path) -> None:
         """Fork the zygote; call it before anything starts threads. Output of the workers goes to `rewards.log`."""
         assert self._zygote is None, "start() is called once"
-        self._zygote = Zygote.fork(partial(serve_rewards, rewards=self._rewards), log=logs / "rewards.log", memory_bytes=self._memory_bytes)
+        memory_bytes = self._memory_bytes or memory_limit_bytes() // (2 * self._limit)
+        self._zygote = Zygote.fork(partial(serve_rewards, rewards=self._rewards), log=logs / "rewards.log", memory_bytes=memory_bytes)
 
     async def score(self, prompt: Prompt, completion: str, tokens: list[int]) -> dict[str, float]:
         """Reward by name for one rollout. Waits for a worker; a cancelled caller leaves the worker to finish.
 
-        Raises RewardError (raised, returned no finite number, ended its worker, None from all), RewardTimeout, ChildDied without a zygote.
+        Raises RewardError (raised, returned no finite number, ended its worker, None from all), RewardTimeout, ChildDied without a zygote,
+        RunAborted when nothing but deadlines has passed for four of them.
         """
         assert self._zygote is not None, "start() comes first"
         if self._closed:
@@ -174,6 +183,7 @@ class RewardPool:
         if "error" in answer:
             item.fail(RewardError(answer["error"]))
             worker.items.popleft()
+            self._timeouts = 0
         else:
             if answer["value"] is not None:
                 item.rewards[self._current(item)] = answer["value"]
@@ -182,13 +192,22 @@ class RewardPool:
             if item.answers == len(self._rewards):
                 worker.items.popleft()
                 item.finish()
+                self._timeouts = 0
         self._start_clock(worker)
         self._dispatch()
 
     def _timed_out(self, worker: _Worker) -> None:
-        item = worker.items[0]
+        name = self._current(worker.items[0])
         self._zygote.kill(worker.id)
-        self._replace(worker, RewardTimeout(f"reward {self._current(item)!r} ran longer than {self._timeout_s:g} s; its worker was killed"))
+        now_s = asyncio.get_running_loop().time()
+        self._first_timeout_s = self._first_timeout_s if self._timeouts else now_s
+        self._timeouts += 1
+        error: Exception = RewardTimeout(f"reward {name!r} ran longer than {self._timeout_s:g} s; its worker was killed")
+        if self._timeouts >= _HANGING_TIMEOUTS and now_s - self._first_timeout_s >= (_HANGING_TIMEOUTS - 1) * self._timeout_s:
+            error = RunAborted(f"no judgement has ended for {_HANGING_TIMEOUTS} times env.timeout_s = {self._timeout_s:g} s: "
+                               f"{self._timeouts} calls in a row ran longer, the newest of reward {name!r}. Mend what it waits for, or "
+                               "raise env.timeout_s.")
+        self._replace(worker, error)
 
     def _exited(self, worker: _Worker, reason: str) -> None:
         worker.exit_reason = reason

@@ -53,7 +53,7 @@ class SingleTurnConfig(Section):
     workers: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=10.0, gt=0)
     memory_bytes: int | None = Field(default=None, ge=1)
-    """Address space a reward worker may take; None leaves it unbounded."""
+    """Private memory a reward worker may take beyond what it inherits; None gives the workers half of the memory together."""
 
 
 EnvConfig = Annotated[SingleTurnConfig, Field()]

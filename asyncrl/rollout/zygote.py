@@ -1,7 +1,8 @@
 """The zygote: a process forked early, which forks workers that hold whatever the controller held then, closures included.
 
 Nothing of the user's is ever pickled or imported again. The zygote itself runs none of the user's code and has one thread, so
-forking stays safe however many threads the controller grows later. Zygote and workers die with the controller.
+forking stays safe however many threads the controller grows later. Zygote and workers die with the controller. What a worker
+started dies with it, in a session of its own too; a process it detached (its parent ended before it), when the next worker ends.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from typing import Any, NoReturn
 
 from asyncrl.channel import Channel, ParentGone, pack, unpack
 from asyncrl.errors import ChildDied
-from asyncrl.process import die_with_parent, last_lines, reap, require_main_thread
+from asyncrl.process import adopt_orphans, child_pids, die_with_parent, last_lines, reap, require_main_thread
+from asyncrl.rollout.bounded_log import BoundedLog
 
 _FORK, _KILL, _EXITED = "fork", "kill", "exited"
 _CONTROL_BYTES = 4096
+_TICK_MS = 5000
+"""How often the zygote looks for processes of the user's that ended after their parents, when nothing else wakes it."""
 _OOM_SCORE = 500
 """Workers are what the kernel should kill first when the machine runs out of memory; 0 is neutral, 1000 the most."""
 
@@ -55,7 +59,7 @@ class Zygote:
         """Fork the zygote now; its workers run `main(channel)` on their only thread. Output goes to `log`.
 
         Call it before anything starts threads. Inherited sockets and pipes are closed in it, open files stay.
-        `memory_bytes` bounds what a worker may allocate beyond what it inherits.
+        `memory_bytes` bounds the private memory a worker may allocate beyond what it inherits. The log has a bounded size.
         """
         require_main_thread()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +161,7 @@ class _ZygoteProcess:
     def __init__(self, control: socket.socket, main: Callable[[Channel], None], *, log: Path, memory_bytes: int | None) -> None:
         self._control = control
         self._main = main
-        self._log = log
+        self._log = BoundedLog(log)
         self._memory_bytes = memory_bytes
         self._workers: dict[int, _Worker] = {}
         self._poll = select.poll()
@@ -167,9 +171,12 @@ class _ZygoteProcess:
         die_with_parent(controller_pid)
         # Objects of the controller must never be collected here: their finalizers would act on descriptors we reuse.
         gc.freeze()
+        adopt_orphans()
         _reset_signals()
         _redirect_output(self._log)
         _close_inherited(keep=self._control.fileno())
+        self._log.open_pipe()
+        self._poll.register(self._log.reader, select.POLLIN)
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
             os.environ[variable] = "false" if variable == "TOKENIZERS_PARALLELISM" else "1"
         self._poll.register(self._control, select.POLLIN)
@@ -179,11 +186,17 @@ class _ZygoteProcess:
         for worker in list(self._workers.values()):
             _kill_group(worker.pid)
             reap(worker.pid, asked=True)
+        self._workers.clear()
+        self._kill_orphans()
+        self._log.drain()
 
     def _serve_once(self) -> bool:
-        ready = {descriptor for descriptor, _ in self._poll.poll()}
+        ready = {descriptor for descriptor, _ in self._poll.poll(_TICK_MS)}
+        if self._log.reader in ready:
+            self._log.pump()
         for descriptor in ready & self._workers.keys():
             self._bury(self._workers.pop(descriptor))
+        self._reap_orphans()
         if self._control.fileno() not in ready:
             return True
         data, descriptors, _, _ = socket.recv_fds(self._control, _CONTROL_BYTES, 1)
@@ -219,7 +232,23 @@ class _ZygoteProcess:
         self._poll.unregister(worker.pidfd)
         os.close(worker.pidfd)
         _kill_group(worker.pid)
-        self._report(worker.id, str(reap(worker.pid, asked=worker.asked)))
+        ended = reap(worker.pid, asked=worker.asked)
+        self._kill_orphans()
+        self._report(worker.id, str(ended))
+
+    def _kill_orphans(self) -> None:
+        """End what the user's code left behind: the kernel made us its parent. What such a process leaves behind follows."""
+        while orphans := child_pids() - {worker.pid for worker in self._workers.values()}:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _reap_orphans(self) -> None:
+        """Let go of those that have ended by themselves."""
+        workers = {worker.pid for worker in self._workers.values()}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in workers:
+                os.waitpid(ended.si_pid, 0)
 
     def _report(self, worker_id: int, reason: str) -> None:
         self._control.send(pack({"op": _EXITED, "id": worker_id, "reason": reason}))
@@ -227,6 +256,7 @@ class _ZygoteProcess:
     def _run_worker(self, zygote_pid: int, sock: socket.socket) -> None:
         die_with_parent(zygote_pid)
         os.setpgid(0, 0)
+        self._log.attach_writer()
         self._control.close()
         for worker in self._workers.values():
             os.close(worker.pidfd)
@@ -235,9 +265,10 @@ class _ZygoteProcess:
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         if self._memory_bytes is not None:
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            limit = _address_space_bytes() + self._memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            # Private writable memory alone: address space that is only reserved, as many runtimes do by the gigabyte, costs nothing.
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            limit = _data_bytes() + self._memory_bytes
+            resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
         with contextlib.suppress(ParentGone):
             self._main(Channel(sock))
 
@@ -275,11 +306,10 @@ def _reset_signals() -> None:
     asyncio._set_running_loop(None)
 
 
-def _redirect_output(log: Path) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _redirect_output(log: BoundedLog) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    os.dup2(nothing, 0)
+    log.attach()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     faulthandler.enable(file=sys.stderr)
@@ -299,5 +329,6 @@ def _close_inherited(*, keep: int) -> None:
     os.close(nothing)
 
 
-def _address_space_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts already; the stack, which it does not, is in the figure too."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.errors import ChildDied, ConfigError, RewardError, RewardTimeout
+from asyncrl.errors import ChildDied, ConfigError, RewardError, RewardTimeout, RunAborted
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.types import Prompt
 
@@ -185,8 +185,16 @@ def test_the_function_that_failed_is_named_among_several(tmp_path) -> None:
 
 
 def test_ten_hung_calls_do_not_exhaust_a_pool_of_two(tmp_path) -> None:
-    results = judge(tmp_path, ends, ["hang"] * 10 + ["ok"] * 20, workers=2, timeout_s=0.4)
-    assert [type(result) for result in results] == [RewardTimeout] * 10 + [dict] * 20
+    results = judge(tmp_path, ends, ["hang", "ok", "ok"] * 10, workers=2, timeout_s=0.4)
+    assert [type(result) for result in results] == [RewardTimeout, dict, dict] * 10
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_reward_that_only_hangs_ends_the_run_after_four_deadlines_however_many_workers(tmp_path, workers: int) -> None:
+    results = judge(tmp_path, ends, ["hang"] * 4 * workers, workers=workers, timeout_s=0.2)
+    assert [type(result) for result in results[:3 * workers]] == [RewardTimeout] * 3 * workers
+    assert type(results[-1]) is RunAborted
+    assert str(results[-1]).startswith("no judgement has ended for 4 times env.timeout_s = 0.2 s")
 
 
 def test_memory_without_end_is_an_error_and_the_worker_goes_on(tmp_path) -> None:

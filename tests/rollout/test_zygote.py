@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,20 @@ def test_output_of_a_worker_goes_to_the_log(tmp_path) -> None:
     assert (tmp_path / "logs" / "log").read_text() == "a line of the worker\n"
 
 
+def test_a_worker_is_what_the_kernel_kills_first_when_memory_runs_out(tmp_path) -> None:
+    def oom_score() -> int:
+        return int(Path("/proc/self/oom_score_adj").read_text())
+
+    async def main() -> None:
+        zygote = Zygote.fork(answering(oom_score), log=tmp_path / "log")
+        worker = Caller(zygote)
+        assert await worker.ask() == 500 > oom_score()
+        await zygote.close()
+        worker.connection.close()
+
+    run(main())
+
+
 def test_workers_die_with_their_zygote_and_everyone_is_told(tmp_path) -> None:
     async def main() -> None:
         zygote = Zygote.fork(answering(os.getpid), log=tmp_path / "log")
@@ -155,12 +170,42 @@ def test_workers_die_with_their_zygote_and_everyone_is_told(tmp_path) -> None:
     run(main())
 
 
-def test_a_worker_takes_what_it_started_with_it(tmp_path) -> None:
-    def start_another() -> int:
+def forked() -> int:
+    """A process of the worker's that waits for ever."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    return pid
+
+
+def in_a_session_of_its_own() -> int:
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.write(told, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    return pid
+
+
+def detached() -> int:
+    """The same, and its parent ends at once."""
+    ready, told = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.setsid()
         pid = os.fork()
-        if pid == 0:
-            signal.pause()
-        return pid
+        if pid:
+            os.write(told, str(pid).encode())
+            os._exit(0)
+        signal.pause()
+    os.waitpid(between, 0)
+    return int(os.read(ready, 20))
+
+
+@pytest.mark.parametrize("start_another", [forked, in_a_session_of_its_own, detached])
+def test_a_worker_takes_what_it_started_with_it(tmp_path, start_another: Callable[[], int]) -> None:
 
     async def main() -> None:
         zygote = Zygote.fork(answering(start_another), log=tmp_path / "log")
