@@ -294,7 +294,8 @@ class Run:
         held_out = tuple(complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                          for number, prompt in enumerate(self.options.eval_prompts))
         return Observer(self._make_worker(Ledger()), questions=Questions(evaluation=held_out, probe=probed), weights=self.weights,
-                        trainer=self.trainer, probe=self.options.probe, temperature=self.sampling.temperature, timeout_s=self.buffer.config.stall_timeout_s)
+                        trainer=self.trainer, probe=self.options.probe, temperature=self.sampling.temperature,
+                        timeout_s=self.buffer.config.stall_timeout_s)
 
     async def _probe_when_due(self) -> None:
         if not self.observer.probe_is_due(self.index) or self.trainer.version % self.options.weights.publish_every_steps:
