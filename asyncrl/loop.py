@@ -37,7 +37,8 @@ from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.engine import Engine, Interruption, require
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.evaluate import Evaluation, first_failure
-from asyncrl.rollout.prompts import PromptSource, complete_prompt
+from asyncrl.rollout.prompt_rows import complete_prompt
+from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.rollout.worker import RolloutWorker

@@ -22,7 +22,8 @@ from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig,
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
-from asyncrl.rollout.prompts import PromptSource, read_jsonl
+from asyncrl.rollout.prompt_rows import read_jsonl
+from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine, require_vllm

@@ -62,6 +62,18 @@ class Prompt:
     """Unique in the run; filled by the prompt source when empty."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """A conversation, `{"role": ..., "content": ...}` each, whose next message the policy writes; empty for plain text."""
+    row: int | None = None
+    """Its place in its data set, the same in every epoch; filled by the prompt source."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """A form msgpack can carry, if it can carry the columns; `from_wire` gives the prompt back. Tuples in columns become lists."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"columns": dict(self.columns), "messages": [dict(message) for message in self.messages]}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Prompt:
+        """The prompt that `to_wire` described."""
+        return cls(**{**wire, "tokens": tuple(wire["tokens"]), "messages": tuple(wire["messages"])})
 
 
 @dataclass(frozen=True, slots=True)

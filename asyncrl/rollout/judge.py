@@ -60,8 +60,7 @@ def serve_rewards(channel: Channel, rewards: Sequence[NamedReward]) -> None:
     while (request := channel.recv()).op != CLOSE:
         for packed in request.body["items"]:
             item = unpack(packed)
-            fields = item["prompt"]
-            prompt = Prompt(**{**fields, "tokens": tuple(fields["tokens"]), "messages": tuple(fields["messages"])})
+            prompt = Prompt.from_wire(item["prompt"])
             for reward in rewards:
                 answer = _judge(reward, prompt, item["completion"], item["tokens"])
                 channel.reply(request.id, answer, last=False)

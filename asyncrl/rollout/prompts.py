@@ -1,42 +1,42 @@
-"""Where prompts come from: any iterable of `Prompt`, or a JSONL file in the shape other trainers read."""
+"""Where prompts come from: one data set, or several mixed by weight, in an order that another process can take up at any point."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.metrics import Metrics
+from asyncrl.rollout.data_config import DataSettings
+from asyncrl.rollout.data_set import Data, DataSet
+from asyncrl.rollout.prompt_rows import read_jsonl
+from asyncrl.rollout.source import Source
+from asyncrl.settings import validated
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.types import Prompt
-
-_TEMPLATE_COLUMN = "chat_template_kwargs"
-"""TRL's name for the variables that a row hands to the chat template."""
+from asyncrl.types import Prompt, Rollout
 
 
 class PromptSource:
     """Prompts in order, each with an id of its own and its token ids.
 
     Args:
-        data: an iterable of Prompt (a list starts again at its end, an iterator ends the data), or the path of a JSONL file
-            whose rows hold `prompt`, a text or a list of messages, and, beside it, the columns the reward reads.
-        epochs: how often to go through the data; None goes on as long as the run asks.
+        data: an iterable of Prompt (a list starts again at its end, an iterator ends the data); a function that gives one, called again
+            for each epoch unless it gave a list; or the path of a JSONL file whose rows hold `prompt`, a text or a list of messages,
+            and, beside it, the columns the reward reads.
+        seed: of the shuffles.
+        settings: the fields of `DataSettings`: epochs, shuffle, max_prompt_tokens, curriculum.
 
     Raises ConfigError for a missing file, a row without `prompt`, an element that is no Prompt, or no data at all.
     """
 
-    def __init__(self, data: Iterable[Prompt] | str | Path, *, epochs: int | None = None) -> None:
-        if epochs is not None and epochs < 1:
-            raise ConfigError("prompts.epochs", value=epochs, allowed="an integer of at least 1, or None",
-                              remedy="None goes on as long as the run asks.")
-        if not isinstance(data, Iterable | Path):
-            raise ConfigError("prompts", value=data, allowed="an iterable of asyncrl.Prompt, or the path of a JSONL file",
-                              remedy="Return a list, or yield the prompts.")
-        self._data = read_jsonl(Path(data)) if isinstance(data, str | Path) else data
-        self._epochs = epochs
+    def __init__(self, data: Data | str | Path, *, seed: int = 0, **settings: Any) -> None:
+        checked = validated(DataSettings, settings, name="prompts")
+        rows = read_jsonl(Path(data)) if isinstance(data, str | Path) else data
+        self._begin((Source(DataSet(rows, settings=checked, seed=seed), settings=checked),))
+
+    def _begin(self, sources: tuple[Source, ...]) -> None:
+        self._sources = sources
         self._cursor = 0
 
     @property
@@ -44,117 +44,83 @@ class PromptSource:
         """How many prompts have been handed out."""
         return self._cursor
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources of a mixture, in its order; empty for one data set, whose prompts name their own."""
+        return tuple(source.name for source in self._sources if source.name)
+
     def stream(self, tokenizer: Tokenizer) -> Iterator[Prompt]:
-        """The prompts with ids and tokens filled in; ends with the data."""
-        epoch = 0
-        while self._epochs is None or epoch < self._epochs:
-            before = self._cursor
-            for prompt in self._data:
-                yield self._complete(prompt, tokenizer)
-            if self._cursor == before:
-                if epoch == 0:
-                    raise ConfigError("prompts", value="no prompt", allowed="at least one prompt",
-                                      remedy="Check the data set, or the arguments of the function that makes it.")
-                return
-            epoch += 1
+        """The prompts from the cursor on, with ids and tokens filled in; ends with the data. One stream at a time.
 
-    def _complete(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-        _require_prompt(prompt)
-        ordinal, self._cursor = self._cursor, self._cursor + 1
-        return complete_prompt(prompt, prompt_id=f"{prompt.source}/{ordinal}", tokenizer=tokenizer)
+        A mixture hands out the source that is furthest behind its share, so that no share of what was handed out is ever off by
+        more than half as many prompts as there are sources (one at least). A source that ends drops out, the rest goes on.
+        """
+        while running := [source for source in self._sources if not source.ended]:
+            source = min(running, key=lambda source: (source.handed_out + 0.5) / source.weight)
+            prompt = source.next(tokenizer, ordinal=self._cursor)
+            if prompt is not None:
+                self._cursor += 1
+                yield prompt
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """Count a prompt that was handed out and cannot be asked."""
+        self._source_of(prompt).count(f"skipped_{reason}", prompt)
+
+    def observe(self, prompt: Prompt, rollout: Rollout) -> None:
+        """A rollout of a prompt is finished: what a curriculum goes by."""
+        self._source_of(prompt).observe(prompt, rollout)
+
+    def state(self) -> dict[str, Any]:
+        """The cursor, as JSON and msgpack can hold it: what has been handed out so far will not be handed out again after `restore`."""
+        return {"cursor": self._cursor, "sources": {source.name: source.state() for source in self._sources}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the next prompt that was not handed out when `state` was made. Comes before the first `stream`.
+
+        What is skipped is read and compared, not tokenised: of a list by place, of a function or iterator by going through it again.
+        Raises ConfigError when sources, order or data are others than they were; RuntimeError once a prompt was handed out.
+        """
+        if self._cursor:
+            raise RuntimeError("restore() comes before the first prompt")
+        saved = {source.name for source in self._sources}
+        if saved != set(state["sources"]):
+            raise ConfigError("prompts.sources", value=sorted(saved), allowed=f"those of the checkpoint, {sorted(state['sources'])}",
+                              remedy="Resume with the sources the run began with, or begin a new run.")
+        for source in self._sources:
+            source.restore(state["sources"][source.name])
+        self._cursor = state["cursor"]
+
+    def metrics(self) -> Metrics:
+        """Counts over the whole run by source, and the epoch of each data set."""
+        bag = Metrics()
+        for source in self._sources:
+            source.measure(bag)
+        return bag
+
+    def _source_of(self, prompt: Prompt) -> Source:
+        return next(source for source in self._sources if source.name in ("", prompt.source))
 
 
-def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with id, text and tokens filled in where they were empty.
+class Mixture(PromptSource):
+    """Several sources asked by weight: `Mixture({"sums": PromptSource(sums()), ...}, weights={"sums": 2.0})`.
 
-    Messages become text by the model's chat template, which also gets what the column `chat_template_kwargs` holds. Raises
-    ConfigError when it is no Prompt, holds nothing, or holds messages that cannot be rendered.
+    Args:
+        sources: by the name their prompts get as `source`.
+        weights: shares, relative to one another; 1 for those left out.
+
+    Raises ConfigError for no source, a weight that is not above 0, one without source, or a source that is a mixture itself.
     """
-    _require_prompt(prompt)
-    text = prompt.text or _rendered(prompt, tokenizer)
-    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(text))
-    if not tokens:
-        raise ConfigError("prompts", value=text, allowed="prompts of at least one token",
-                          remedy="Remove empty prompts from the data.")
-    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tokens, text=text or tokenizer.decode(tokens),
-                               messages=tuple(prompt.messages))
 
-
-def _rendered(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    if not prompt.messages or prompt.tokens:
-        return ""
-    _require_conversation(prompt.messages, field="prompts.messages")
-    variables = prompt.columns.get(_TEMPLATE_COLUMN) or {}
-    if not isinstance(variables, Mapping):
-        raise ConfigError(f"prompts.{_TEMPLATE_COLUMN}", value=variables, allowed="variables for the chat template, by name",
-                          remedy="Make it an object, such as {\"enable_thinking\": false}, or rename the column.")
-    return tokenizer.render(prompt.messages, variables)
-
-
-def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
-    try:
-        ids = tuple(map(operator.index, tokens))
-    except TypeError as error:
-        raise ConfigError("prompts.tokens", value=tokens, allowed="token ids", remedy=f"Make them whole numbers: {error}.") from error
-    if min(ids, default=0) < 0:
-        raise ConfigError("prompts.tokens", value=min(ids), allowed="token ids of 0 and above", remedy="Remove padding and masked labels.")
-    return ids
-
-
-def _encodable(text: str) -> str:
-    """The text; JSON may hold halves of surrogate pairs (`"\\ud83d"`), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        around = text[max(0, error.start - 20):error.end + 20]
-        raise ConfigError("prompts", value=around, allowed="text that UTF-8 can hold",
-                          remedy=f"Mend or remove character {error.start} of this prompt: half of a surrogate pair.") from error
-    return text
-
-
-def _require_conversation(messages: object, *, field: str) -> None:
-    """Raise ConfigError unless these are messages that the assistant is to answer."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ConfigError(field, value=messages, allowed="a list of at least one message",
-                          remedy="Remove empty conversations from the data.")
-    for message in messages:
-        content = message.get("content", 0) if isinstance(message, Mapping) and isinstance(message.get("role"), str) else 0
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise ConfigError(field, value=message, allowed='a text under "role" and one (or a list of parts) under "content"',
-                              remedy="Rename the keys of the messages.")
-    if messages[-1]["role"] == "assistant":
-        raise ConfigError(field, value=messages[-1], allowed="a conversation that the assistant is to answer",
-                          remedy="Its last message is the assistant's own: make it a column, or render the beginning of an answer to text.")
-
-
-def _require_prompt(prompt: object) -> None:
-    if not isinstance(prompt, Prompt):
-        raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
-                          remedy="Make each one: Prompt(text=..., columns={...}).")
-
-
-def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
-    """Prompts of a JSONL file: `prompt` is a text or a list of messages, every other key a column. Raises ConfigError naming the row."""
-    if not path.is_file():
-        raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
-                          "the folder the command runs in.")
-    prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            prompts.append(_row_prompt(line, field=f"prompts.path line {number}", source=source))
-    return prompts
-
-
-def _row_prompt(line: str, *, field: str, source: str) -> Prompt:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(field, value=line[:80], allowed="one JSON object a line", remedy=f"Mend the row: {error}.") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-        raise ConfigError(field, value=line[:80], allowed="an object with a text or a list of messages under 'prompt'",
-                          remedy="Rename the column.")
-    prompt = row.pop("prompt")
-    if isinstance(prompt, str):
-        return Prompt(text=prompt, columns=row, source=source)
-    _require_conversation(prompt, field=field)
-    return Prompt(messages=tuple(prompt), columns=row, source=source)
+    def __init__(self, sources: Mapping[str, PromptSource], *, weights: Mapping[str, float] | None = None) -> None:
+        weights = dict(weights or {})
+        unknown = sorted(weights.keys() - sources.keys())
+        if unknown or not sources or "" in sources:
+            raise ConfigError("prompts.sources, weights", value=(sorted(sources), unknown), allowed="sources, and weights, by name",
+                              remedy=f"Name a source {unknown[0]!r}, or drop its weight." if unknown else "Name at least one source.")
+        parts = []
+        for name, source in sources.items():
+            if not isinstance(source, PromptSource) or source.names or source.cursor:
+                raise ConfigError(f"prompts.sources.{name}", value=source, allowed="an unused PromptSource of one data set",
+                                  remedy="Wrap the data: PromptSource(...); name the sources of an inner mixture in the outer one.")
+            parts.append(source._sources[0].renamed(name, weight=weights.get(name, 1.0)))
+        self._begin(tuple(parts))

@@ -254,10 +254,8 @@ class RewardPool:
 
 def _packed(prompt: Prompt, completion: str, tokens: list[int]) -> bytes:
     """The item as it travels. Raises RewardError naming the column that cannot."""
-    fields = {"text": prompt.text, "tokens": prompt.tokens, "source": prompt.source, "prompt_id": prompt.prompt_id,
-              "messages": prompt.messages}
     try:
-        packed = pack({"prompt": {**fields, "columns": dict(prompt.columns)}, "completion": completion, "tokens": tokens})
+        packed = pack({"prompt": prompt.to_wire(), "completion": completion, "tokens": tokens})
     except (TypeError, OverflowError, ValueError):
         for name, value in {**prompt.columns, "messages": prompt.messages}.items():
             try:

@@ -17,7 +17,7 @@ import yaml
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
-from asyncrl.rollout.prompts import complete_prompt
+from asyncrl.rollout.prompt_rows import complete_prompt
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.training import check_environment

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.prompts import PromptSource, complete_prompt, read_jsonl
+from asyncrl.rollout.prompt_rows import complete_prompt, read_jsonl
+from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt

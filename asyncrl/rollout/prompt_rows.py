@@ -1,0 +1,140 @@
+"""Prompts as data hold them, and made whole: rows of a JSONL file, conversations rendered, text made tokens exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.channel import pack, unpack
+from asyncrl.errors import ConfigError
+from asyncrl.tokenizer import Tokenizer
+from asyncrl.types import Prompt
+
+_TEMPLATE_COLUMN = "chat_template_kwargs"
+"""TRL's name for the variables that a row hands to the chat template."""
+
+
+def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with id, text and tokens filled in where they were empty.
+
+    Messages become text by the model's chat template, which also gets what the column `chat_template_kwargs` holds. Raises
+    ConfigError when it is no Prompt, holds nothing, or holds messages that cannot be rendered.
+    """
+    require_prompt(prompt)
+    text = prompt.text or _rendered(prompt, tokenizer)
+    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(text))
+    if not tokens:
+        raise ConfigError("prompts", value=text, allowed="prompts of at least one token",
+                          remedy="Remove empty prompts from the data.")
+    return dataclasses.replace(prompt, prompt_id=prompt.prompt_id or prompt_id, tokens=tokens, text=text or tokenizer.decode(tokens),
+                               messages=tuple(prompt.messages))
+
+
+def pack_prompts(prompts: Iterable[Prompt]) -> bytes:
+    """The prompts as bytes for another process, or a later one. Raises ConfigError naming the column that cannot travel."""
+    kept = list(prompts)
+    try:
+        return pack([prompt.to_wire() for prompt in kept])
+    except (TypeError, OverflowError, ValueError):
+        for prompt in kept:
+            for name, value in prompt.columns.items():
+                _require_packable(value, field=f"prompts.columns.{name}")
+        raise
+
+
+def unpack_prompts(data: bytes) -> tuple[Prompt, ...]:
+    """The prompts `pack_prompts` was given; tuples in their columns are lists now, NumPy scalars numbers."""
+    return tuple(map(Prompt.from_wire, unpack(data)))
+
+
+def _require_packable(value: object, *, field: str) -> None:
+    try:
+        pack(value)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ConfigError(field, value=type(value).__name__, allowed="what msgpack can carry: text, numbers, lists, mappings, bytes",
+                          remedy=f"Make the column one of these: {error}.") from error
+
+
+def _rendered(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    if not prompt.messages or prompt.tokens:
+        return ""
+    _require_conversation(prompt.messages, field="prompts.messages")
+    variables = prompt.columns.get(_TEMPLATE_COLUMN) or {}
+    if not isinstance(variables, Mapping):
+        raise ConfigError(f"prompts.{_TEMPLATE_COLUMN}", value=variables, allowed="variables for the chat template, by name",
+                          remedy="Make it an object, such as {\"enable_thinking\": false}, or rename the column.")
+    return tokenizer.render(prompt.messages, variables)
+
+
+def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
+    try:
+        ids = tuple(map(operator.index, tokens))
+    except TypeError as error:
+        raise ConfigError("prompts.tokens", value=tokens, allowed="token ids", remedy=f"Make them whole numbers: {error}.") from error
+    if min(ids, default=0) < 0:
+        raise ConfigError("prompts.tokens", value=min(ids), allowed="token ids of 0 and above", remedy="Remove padding and masked labels.")
+    return ids
+
+
+def _encodable(text: str) -> str:
+    """The text; JSON may hold halves of surrogate pairs (`"\\ud83d"`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20):error.end + 20]
+        raise ConfigError("prompts", value=around, allowed="text that UTF-8 can hold",
+                          remedy=f"Mend or remove character {error.start} of this prompt: half of a surrogate pair.") from error
+    return text
+
+
+def _require_conversation(messages: object, *, field: str) -> None:
+    """Raise ConfigError unless these are messages that the assistant is to answer."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ConfigError(field, value=messages, allowed="a list of at least one message",
+                          remedy="Remove empty conversations from the data.")
+    for message in messages:
+        content = message.get("content", 0) if isinstance(message, Mapping) and isinstance(message.get("role"), str) else 0
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise ConfigError(field, value=message, allowed='a text under "role" and one (or a list of parts) under "content"',
+                              remedy="Rename the keys of the messages.")
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(field, value=messages[-1], allowed="a conversation that the assistant is to answer",
+                          remedy="Its last message is the assistant's own: make it a column, or render the beginning of an answer to text.")
+
+
+def require_prompt(prompt: object) -> None:
+    """Raise ConfigError unless it is a Prompt."""
+    if not isinstance(prompt, Prompt):
+        raise ConfigError("prompts", value=prompt, allowed="an iterable of asyncrl.Prompt",
+                          remedy="Make each one: Prompt(text=..., columns={...}).")
+
+
+def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
+    """Prompts of a JSONL file: `prompt` is a text or a list of messages, every other key a column. Raises ConfigError naming the row."""
+    if not path.is_file():
+        raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
+                          "the folder the command runs in.")
+    prompts: list[Prompt] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            prompts.append(_row_prompt(line, field=f"prompts.path line {number}", source=source))
+    return prompts
+
+
+def _row_prompt(line: str, *, field: str, source: str) -> Prompt:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(field, value=line[:80], allowed="one JSON object a line", remedy=f"Mend the row: {error}.") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise ConfigError(field, value=line[:80], allowed="an object with a text or a list of messages under 'prompt'",
+                          remedy="Rename the column.")
+    prompt = row.pop("prompt")
+    if isinstance(prompt, str):
+        return Prompt(text=prompt, columns=row, source=source)
+    _require_conversation(prompt, field=field)
+    return Prompt(messages=tuple(prompt), columns=row, source=source)
