@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.engine import Interruption
     from asyncrl.rollout.env import Env, Outcome, Session, SingleTurn
     from asyncrl.rollout.inline_engine import InlineEngine
-    from asyncrl.rollout.prompts import PromptSource
+    from asyncrl.rollout.prompts import Mixture, PromptSource
     from asyncrl.rollout.task_config import ProbeConfig
     from asyncrl.rollout.transformers_engine import TransformersEngine
     from asyncrl.rollout.vllm_engine import VLLMEngine
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from asyncrl.weights.config import WeightsConfig
 
 __all__ = [
-    "Env", "InlineEngine", "Interruption", "Outcome", "ProbeConfig", "Prompt", "PromptSource", "ReplayBuffer", "Rollout", "RolloutGroup",
-    "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status", "StepReport", "Trainer",
+    "Env", "InlineEngine", "Interruption", "Mixture", "Outcome", "ProbeConfig", "Prompt", "PromptSource", "ReplayBuffer", "Rollout",
+    "RolloutGroup", "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status", "StepReport", "Trainer",
     "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
 ]
 
@@ -38,7 +38,7 @@ _HOMES = MappingProxyType({
     "asyncrl.rollout.engine": ("Interruption",),
     "asyncrl.rollout.env": ("Env", "Outcome", "Session", "SingleTurn"),
     "asyncrl.rollout.inline_engine": ("InlineEngine",),
-    "asyncrl.rollout.prompts": ("PromptSource",),
+    "asyncrl.rollout.prompts": ("Mixture", "PromptSource"),
     "asyncrl.rollout.task_config": ("ProbeConfig",),
     "asyncrl.rollout.transformers_engine": ("TransformersEngine",),
     "asyncrl.rollout.vllm_engine": ("VLLMEngine",),

@@ -118,7 +118,6 @@ class Run:
         self.router = Router(self.engines, drain_timeout_s=self.options.weights.drain_timeout_s,
                              apply_timeout_s=self.options.weights.apply_timeout_s)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
-        self.skipped_prompts = 0
         self.index = 0
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -169,7 +168,8 @@ class Run:
         skips = 0
         for prompt in self._stream:
             if len(prompt.tokens) >= self.router.context_tokens:
-                self.skipped_prompts, skips = self.skipped_prompts + 1, skips + 1
+                self.prompts.skip(prompt, "no_room")
+                skips += 1
                 if skips == _MAX_SKIPS_IN_A_ROW:
                     raise RunAborted(f"{skips} prompts in a row leave no room for an answer: the newest has {len(prompt.tokens)} tokens, "
                                      f"the engine's context {self.router.context_tokens}")
@@ -285,6 +285,7 @@ class Run:
     async def _roll_out_one(self, slot: Slot, index: int) -> None:
         rollout = await self.worker.run(slot.prompt, group_id=slot.group_id, index=index)
         self.buffer.complete(rollout)
+        self.prompts.observe(slot.prompt, rollout)
         self._meter.scored(rollout)
 
     def _make_worker(self, ledger: Ledger) -> RolloutWorker:
@@ -308,9 +309,8 @@ class Run:
 
     def _measure(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
         metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens)
-        for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics()):
+        for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics(), self.prompts.metrics()):
             metrics.merge(part)
-        metrics.last("prompts/skipped/last", self.skipped_prompts)
         return metrics.result()
 
     async def _supervised(self, part: Coroutine[Any, Any, None]) -> None:

@@ -45,6 +45,11 @@ class PromptSource:
         return self._cursor
 
     @property
+    def skipped(self) -> int:
+        """How many prompts have been passed over, whatever the reason."""
+        return sum(source.skipped for source in self._sources)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The sources of a mixture, in its order; empty for one data set, whose prompts name their own."""
         return tuple(source.name for source in self._sources if source.name)
@@ -64,7 +69,7 @@ class PromptSource:
 
     def skip(self, prompt: Prompt, reason: str) -> None:
         """Count a prompt that was handed out and cannot be asked."""
-        self._source_of(prompt).count(f"skipped_{reason}", prompt)
+        self._source_of(prompt).skip(prompt, reason)
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> None:
         """A rollout of a prompt is finished: what a curriculum goes by."""
@@ -93,6 +98,7 @@ class PromptSource:
     def metrics(self) -> Metrics:
         """Counts over the whole run by source, and the epoch of each data set."""
         bag = Metrics()
+        bag.last("prompts/skipped/last", self.skipped)
         for source in self._sources:
             source.measure(bag)
         return bag

@@ -20,6 +20,8 @@ from asyncrl.types import Prompt, Rollout
 _MOST_PASSED_OVER = 10_000
 """In a row, of data whose length is not known: the bound of a search that may have no end."""
 
+_SKIPPED = "skipped_"
+
 
 class Source:
     """Hands out the prompts of one data set. `name` is empty when the prompts name their own source."""
@@ -34,6 +36,15 @@ class Source:
         self._data, self._settings = data, settings
         self._rates = PassRates(settings.curriculum) if isinstance(settings.curriculum, PassRateCurriculum) else None
         self._counts: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def skipped(self) -> int:
+        """How many prompts have been passed over."""
+        return sum(count for (what, _), count in self._counts.items() if what.startswith(_SKIPPED))
+
+    def skip(self, prompt: Prompt, reason: str) -> None:
+        """Count a prompt that is not asked, under the source it names."""
+        self._counts[f"{_SKIPPED}{reason}", prompt.source] += 1
 
     def renamed(self, name: str, *, weight: float) -> Source:
         """The same data as a source of a mixture."""
@@ -51,7 +62,7 @@ class Source:
                 prompt = complete_prompt(prompt, prompt_id=f"{prompt.source}/{ordinal}", tokenizer=tokenizer)
                 if not self._is_too_long(prompt):
                     self.handed_out += 1
-                    self.count("handed_out", prompt)
+                    self._counts["handed_out", prompt.source] += 1
                     return prompt
             passed_over, judged = passed_over + 1, judged or is_judged
             if passed_over >= (2 * self._data.rows - 1 if self._data.rows else _MOST_PASSED_OVER):
@@ -62,10 +73,6 @@ class Source:
             self._look_again(prompt, passed_over, judged=False)
         self.ended = True
         return None
-
-    def count(self, what: str, prompt: Prompt) -> None:
-        """Count something that happened to a prompt, under the source it names."""
-        self._counts[what, prompt.source] += 1
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> None:
         """A rollout of one of its prompts is finished."""
@@ -103,16 +110,16 @@ class Source:
             return False
         if self._rates.has_expired(prompt.row, asked=self.handed_out, rows=self._data.rows):
             self._rates.forget(prompt.row)
-            self.count("rechecked", prompt)
+            self._counts["rechecked", prompt.source] += 1
             return False
-        self.count(f"skipped_{verdict}", prompt)
+        self.skip(prompt, verdict)
         return True
 
     def _is_too_long(self, prompt: Prompt) -> bool:
         limit = self._settings.max_prompt_tokens
         if limit is None or len(prompt.tokens) <= limit:
             return False
-        self.count("skipped_too_long", prompt)
+        self.skip(prompt, "too_long")
         return True
 
     def _look_again(self, newest: Prompt, passed_over: int, *, judged: bool) -> None:

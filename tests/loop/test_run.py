@@ -136,7 +136,7 @@ def test_prompts_that_leave_no_room_are_skipped_and_counted(model: Path, tmp_pat
     prompts = PromptSource([Prompt(text="1" * 300), Prompt(text="1+1=")])
     reports, run = train(make_run(model, tmp_path, [InlineEngine(model)], prompts=prompts), 2)
     assert all(group.prompt.text == "1+1=" for report in reports for group in report.batch.groups)
-    assert run.skipped_prompts >= 6
+    assert run.prompts.skipped >= 6
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_traceback(model: Path, tmp_path: Path) -> None:
