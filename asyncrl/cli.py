@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.observe.console import Console, open_console
 from asyncrl.training import check_environment, processes_of, train
 
 EXIT_OK = 0
@@ -71,13 +72,20 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe(config))
     else:
-        asyncio.run(_train_until_told(config))
+        console = open_console(quiet=options.quiet)
+        try:
+            asyncio.run(_train_until_told(config, console))
+        finally:
+            console.close()
+            if console.lost:
+                _told(f"the console did not show everything, {console.lost} times: {console.error}", EXIT_OK)
     return EXIT_OK
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
+    parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the last line alone")
 
 
 COMMANDS = (
@@ -85,12 +93,12 @@ COMMANDS = (
 )
 
 
-async def _train_until_told(config: RunConfig) -> None:
+async def _train_until_told(config: RunConfig, console: Console) -> None:
     """Train; SIGTERM ends the run as Ctrl-C does: every process is closed, shared memory is freed."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await train(config, echo=print)
+    await train(config, console=console)
 
 
 def describe(config: RunConfig) -> str:

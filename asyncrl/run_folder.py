@@ -13,7 +13,8 @@ from typing import Any
 from asyncrl.accounting import Account
 from asyncrl.config import RunConfig, Wandb, dump_config
 from asyncrl.loop import StepReport
-from asyncrl.observe.console import HEADER, step_line
+from asyncrl.observe.console import Console
+from asyncrl.observe.health import RunSettings
 from asyncrl.observe.jsonl import JsonlWriter, rollout_rows
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, mean_of, reward_curve, total_of
@@ -21,20 +22,19 @@ from asyncrl.observe.wandb_writer import WandbWriter
 from asyncrl.paths import claim
 from asyncrl.rollout.evaluate import Evaluation
 
-Echo = Callable[[str], None]
-
 
 class RunFolder:
     """Everything a run writes: resolved configuration, metrics, rollouts, summary, picture; and the console and tracker beside them."""
 
-    def __init__(self, config: RunConfig, *, echo: Echo) -> None:
+    def __init__(self, config: RunConfig, *, console: Console) -> None:
         self.path = folder = Path(config.run.folder) / config.run.name
         self._claim = claim(folder)
         if kept := move_aside(folder):
-            echo(f"an earlier run of this name is kept as {kept}")
+            console.note(f"an earlier run of this name is kept as {kept}")
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        self._config, self._echo = config, echo
+        console.start(RunSettings.of(config.model_dump(mode="json")), where=f"in {folder}")
+        self._config, self._console = config, console
         self._metrics = JsonlWriter(folder / "metrics.jsonl")
         self._rollouts = JsonlWriter(folder / "rollouts.jsonl")
         self._wandb: WandbWriter | None = None
@@ -45,7 +45,8 @@ class RunFolder:
         self._ended_early = ""
 
     def track(self) -> None:
-        """Start the tracker, if there is one: after the reward zygote was forked, for it brings a thread."""
+        """Start the tracker, if there is one, and detach the console: after the reward zygote was forked, for both bring a thread."""
+        self._console.detach()
         if isinstance(self._config.run.wandb, Wandb):
             self._wandb = WandbWriter(project=self._config.run.wandb.project, name=self._config.run.name,
                                       config=self._config.model_dump(mode="json"), folder=self.path)
@@ -53,7 +54,6 @@ class RunFolder:
     def begin(self) -> None:
         """The first step starts."""
         self._began_s = time.monotonic()
-        self._echo(HEADER)
 
     def end(self) -> None:
         """The last step and its evaluation are over."""
@@ -66,14 +66,13 @@ class RunFolder:
 
     def data_ended(self, steps: int) -> None:
         """The prompts did not last for all steps."""
-        self._echo(f"the prompts ended after {steps} of {self._config.run.steps} steps")
+        self._console.note(f"the prompts ended after {steps} of {self._config.run.steps} steps")
 
     def stepped(self, report: StepReport, *, decode: Callable[[Any], str]) -> None:
         """Note one step."""
         row = {"step": report.index, "version": report.version, **report.metrics}
         self._rows.append({name: row[name] for name in SUMMARY_METRICS if name in row})
         self._write({"trainer_step": report.index, **row})
-        self._echo(step_line(report.index, report.metrics, max_staleness=self._config.buffer.max_staleness))
         if (report.index - 1) % self._config.run.rollouts_every_steps == 0:
             for rollout in rollout_rows(report.batch.groups[0], step=report.index, decode=decode):
                 self._rollouts.write(rollout)
@@ -84,8 +83,6 @@ class RunFolder:
         self._write({"eval_version": evaluation.version_max, "eval/reward/mean": evaluation.reward_mean,
                      "eval/errors/sum": evaluation.num_errors,
                      **{f"eval/{source}/mean": value for source, value in evaluation.by_source.items()}})
-        self._echo(f"  eval  {evaluation.reward_mean:6.3f}   held-out reward of version {evaluation.version_max}, "
-                   f"{evaluation.num_rollouts} rollouts, {evaluation.num_errors} errors")
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
@@ -93,9 +90,9 @@ class RunFolder:
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         steps, rewards = reward_curve(self._rows)
         plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=self._evaluations, title=self._config.run.name)
-        self._echo(f"reward {_shown(summary['reward_first'])} → {_shown(summary['reward_last'])}, "
-                   f"held-out {_shown(summary['eval_before'])} → {_shown(summary['eval_after'])}, "
-                   f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {self.path}")
+        self._console.end(f"reward {_shown(summary['reward_first'])} → {_shown(summary['reward_last'])}, "
+                          f"held-out {_shown(summary['eval_before'])} → {_shown(summary['eval_after'])}, "
+                          f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {self.path}")
         return summary
 
     def _summary(self, account: Account) -> dict[str, Any]:
@@ -125,10 +122,11 @@ class RunFolder:
         if self._wandb:
             self._wandb.close()
             if self._wandb.dropped:
-                self._echo(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}")
+                self._console.note(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}", is_warning=True)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(row)
+        self._console.row(row)
         if self._wandb:
             self._wandb.write(row)
 

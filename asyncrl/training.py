@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.functions import check_arguments, load_function
 from asyncrl.loop import Run, RunOptions
 from asyncrl.model_folder import model_folder
+from asyncrl.observe.console import Console
 from asyncrl.observe.wandb_writer import require_wandb
 from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.rollout.engine import Engine
@@ -27,7 +28,7 @@ from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine, require_vllm
-from asyncrl.run_folder import Echo, RunFolder
+from asyncrl.run_folder import RunFolder
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
 from asyncrl.train.trainer import Trainer
@@ -37,14 +38,14 @@ _PREPARE_TIMEOUT_S = 3600.0
 _BELOW = MappingProxyType({"vllm": " with vLLM's core in a process below it"})
 
 
-async def train(config: RunConfig, *, echo: Echo) -> dict[str, Any]:
+async def train(config: RunConfig, *, console: Console) -> dict[str, Any]:
     """Prepare the model, run `run.steps` steps, write everything under `run.folder/run.name`. Returns the summary.
 
     A run that fails or is interrupted leaves its summary and picture too; the summary then says why under `ended_early`.
     """
-    folder = RunFolder(config, echo=echo)
+    folder = RunFolder(config, console=console)
     try:
-        model = await prepare_model(config, logs=folder.path / "logs", echo=echo)
+        model = await prepare_model(config, logs=folder.path / "logs", echo=console.note)
         async with build(config, model=model) as run:
             folder.track()
             try:
@@ -105,7 +106,7 @@ async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
     folder.end()
 
 
-async def prepare_model(config: RunConfig, *, logs: Path, echo: Echo) -> Path:
+async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], None]) -> Path:
     """The folder RL starts from: made, warmed up and cached in a child, so that nothing of it stays in this process."""
     if isinstance(config.model, ModelFolder) and not isinstance(config.warm_up, CrossEntropyWarmUp):
         return Path(config.model.path)

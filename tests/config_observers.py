@@ -22,6 +22,8 @@ from asyncrl.clock import now_s, run_virtual
 from asyncrl.config import RunConfig
 from asyncrl.errors import BufferStarved, ChildDied, RunAborted
 from asyncrl.loop import StepReport
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 from asyncrl.paths import RunPaths
 from asyncrl.rollout import env, inline_wave, loaded_model
 from asyncrl.rollout.engine import GenerationRequest, Interruption
@@ -317,11 +319,13 @@ def folder(config: RunConfig, scene: Scene) -> object:
 
     scene.patch.setattr(run_folder, "WandbWriter", Tracker)
     scene.patch.chdir(scene.folder)
-    written = run_folder.RunFolder(config, echo=lambda line: None)
+    console = Console(PlainFace(lambda line: None))
+    written = run_folder.RunFolder(config, console=console)
     written.track()
     for index in (1, 2, 3):
         written.stepped(StepReport(index, index, {}, random_batch(0)), decode=lambda tokens: "")
     written.close()
+    console.close()
     return str(written.path), (written.path / "rollouts.jsonl").read_text(), trackers
 
 

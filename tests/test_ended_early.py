@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import LedgerError, RunAborted
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 from asyncrl.training import train
 from tests.tiny_model import make_tiny_model
 
@@ -28,6 +31,21 @@ def config(tmp_path: Path, *, reward: str, steps: int = 1000) -> RunConfig:
         "run": {"name": "early", "steps": steps, "folder": str(tmp_path)}}, base=tmp_path)
 
 
+async def trained(config: RunConfig, *, row: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
+    """Train with a console that says nothing; `row` is called with each row it is told."""
+    class Told(Console):
+        def row(self, told: Mapping[str, object]) -> None:
+            row(told)
+            super().row(told)
+
+    console = Told(PlainFace(lambda line: None))
+    try:
+        await asyncio.wait_for(train(config, console=console), LIMIT_S)
+    finally:
+        console.close()
+    assert console.lost == 0
+
+
 def summary_of(tmp_path: Path) -> dict[str, object]:
     folder = tmp_path / "early"
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
@@ -35,9 +53,8 @@ def summary_of(tmp_path: Path) -> dict[str, object]:
 
 
 def test_a_run_that_fails_says_why_cause_first(tmp_path: Path) -> None:
-    lines: list[str] = []
     with pytest.raises(RunAborted, match=r"reward_error: RewardError: .*ZeroDivisionError|ZeroDivisionError: a line of the reward"):
-        asyncio.run(asyncio.wait_for(train(config(tmp_path, reward="broken"), echo=lines.append), LIMIT_S))
+        asyncio.run(trained(config(tmp_path, reward="broken")))
     summary = summary_of(tmp_path)
     assert summary["steps"] == 0
     assert str(summary["ended_early"]).startswith("RunAborted: ")
@@ -49,14 +66,14 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_closes_its_ledger(tmp_pat
         task = asyncio.current_task()
         assert task is not None
 
-        def echo(line: str) -> None:
-            if line.split()[:1] == ["3"]:
+        def row(told: Mapping[str, object]) -> None:
+            if told.get("step") == 3:
                 task.cancel()
 
-        await train(config(tmp_path, reward="varied"), echo=echo)
+        await trained(config(tmp_path, reward="varied"), row=row)
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+        asyncio.run(main())
     summary = summary_of(tmp_path)
     assert summary["steps"] == 3
     assert summary["ended_early"] == "interrupted"
@@ -67,7 +84,7 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_closes_its_ledger(tmp_pat
 def test_a_rollout_counted_twice_at_the_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplayBuffer, "drop_all", lambda self, reason: self.ledger.dropped(reason, tokens=4, rollouts=1))
     with pytest.raises(LedgerError, match="does not close"):
-        asyncio.run(asyncio.wait_for(train(config(tmp_path, reward="varied", steps=2), echo=lambda line: None), LIMIT_S))
+        asyncio.run(trained(config(tmp_path, reward="varied", steps=2)))
     summary = summary_of(tmp_path)
     assert summary["ledger_closed"] is False
     assert str(summary["ended_early"]).startswith("LedgerError: ")

@@ -54,6 +54,7 @@ class BufferStats:
                 continue
             self._bag.sum("reward/rollouts/sum", 1)
             self._bag.mean("reward/total/mean", rollout.reward, count=1)
+            self._bag.mean("reward/zero_or_one/frac", rollout.reward in (0.0, 1.0), count=1)
             self._bag.mean(f"reward/source.{rollout.source}/mean", rollout.reward, count=1)
             for name, value in rollout.rewards.items():
                 self._bag.mean(f"reward/function.{name}/mean", value, count=1)

@@ -1,0 +1,96 @@
+"""Numbers as short text: any value there is, huge, tiny, NaN or missing, in a width that is known beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+MISSING = "-"
+"""Not measured. What was measured and is not finite says so."""
+_SPARKS = "▁▂▃▄▅▆▇█"
+_ASCII = str.maketrans({**dict(zip(_SPARKS, "_.-=+*%#", strict=True)), "…": "~", "·": ".", "→": ">", "│": "|", "─": "-"})
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def number(value: float | None, *, width: int = 6, decimals: int = 3) -> str:
+    """As many decimals as fit, an exponent for what is tiny or huge; `#` where nothing fits."""
+    if value is None or not math.isfinite(value):
+        return _special(value)
+    plain = next((text for digits in range(decimals, -1, -1) if len(text := f"{value:.{digits}f}") <= width), "")
+    vanishes = bool(plain) and value != 0 and not plain.strip("-0.")
+    if plain and not vanishes:
+        return plain
+    short = next((text for digits in (1, 0) if len(text := f"{value:.{digits}e}") <= width), "")
+    return short or ("0" if vanishes else "#" * width)
+
+
+def count(value: float | None, *, width: int = 5) -> str:
+    """A whole number, with k, M, G or T where it is large."""
+    if value is None or not math.isfinite(value):
+        return _special(value)
+    if len(text := f"{value:.0f}") <= min(width, 4):
+        return text
+    for unit, prefix in _PREFIXES:
+        if abs(value) >= unit:
+            texts = (f"{value / unit:.{digits}f}{prefix}" for digits in (1, 0))
+            return next((text for text in texts if len(text) <= width), number(value, width=width))
+    return text
+
+
+def percent(value: float | None) -> str:
+    """A share, in at most 5 characters as long as it is one."""
+    if value is None or not math.isfinite(value):
+        return _special(value)
+    text = f"{100 * value:.1f}%"
+    if value != 0 and text.strip("-0.%") == "":
+        return "<0.1%" if value > 0 else ">-.1%"
+    return text if len(text) <= 5 else f"{100 * value:.0f}%" if abs(value) < 1000 else number(value, width=5)
+
+
+def duration(seconds: float | None) -> str:
+    """In at most 6 characters: 45s, 3m05s, 2h14m, 3d04h."""
+    if seconds is None or not math.isfinite(seconds):
+        return _special(seconds)
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    for below, unit, per, rest, per_rest in ((3600, "m", 60, "s", 1), (86400, "h", 3600, "m", 60), (8640000, "d", 86400, "h", 3600)):
+        if whole < below:
+            return f"{whole // per}{unit}{whole % per // per_rest:02d}{rest}"
+    return ">99d"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block a value, from the lowest to the highest of them; a space for one that is not finite."""
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    scale = (high - low) or 1.0
+    return "".join(_SPARKS[_level((value - low) / scale)] if math.isfinite(value) else " " for value in values)
+
+
+def _level(share: float) -> int:
+    return min(len(_SPARKS) - 1, int(share * len(_SPARKS))) if math.isfinite(share) else 0
+
+
+def shorten(text: str, width: int) -> str:
+    """At most `width` characters of it on one line."""
+    flat = printable(" ".join(text.split()))
+    return flat if len(flat) <= width else flat[:width - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """The text without what would move a cursor; line ends stay."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text as a terminal of this encoding can show it, of the same length."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+    return text
+
+
+def _special(value: float | None) -> str:
+    return MISSING if value is None else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
