@@ -34,7 +34,8 @@ from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.meter import Meter
 from asyncrl.observer import Observer, Questions
 from asyncrl.paths import RunPaths, make_shared_folder
-from asyncrl.rollout.engine import Engine, Interruption, require
+from asyncrl.rollout.by_source import BySource, Samplings, check_sampling, check_sources
+from asyncrl.rollout.engine import Engine, Interruption
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.evaluate import Evaluation, first_failure
 from asyncrl.rollout.prompt_rows import complete_prompt
@@ -46,7 +47,7 @@ from asyncrl.settings import validated
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.trainer import StepResult, Trainer
-from asyncrl.types import Batch, Prompt, Sampling
+from asyncrl.types import Batch, Prompt
 from asyncrl.weights.config import WeightsConfig
 
 T = TypeVar("T")
@@ -100,18 +101,18 @@ class Run:
     Raises ConfigError from the constructor when the parts do not fit one another.
     """
 
-    def __init__(self, *, prompts: PromptSource, engine: Engine | Sequence[Engine], env: Env, sampling: Sampling,
+    def __init__(self, *, prompts: PromptSource, engine: Engine | Sequence[Engine], env: Env | Mapping[str, Env], sampling: Samplings,
                  buffer: ReplayBuffer, trainer: Trainer, options: RunOptions | None = None) -> None:
         if not isinstance(prompts, PromptSource):
             raise ConfigError("prompts", value=type(prompts).__name__, allowed="a PromptSource",
                               remedy="Wrap what yields the prompts: PromptSource(...).")
         self.options = options or RunOptions()
-        self.prompts, self.env, self.sampling, self.buffer, self.trainer = prompts, env, sampling, buffer, trainer
+        self.prompts, self.sampling, self.buffer, self.trainer = prompts, sampling, buffer, trainer
+        self.env: Env = BySource(env) if isinstance(env, Mapping) else env
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
         check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights, trainer=trainer.config.trainer)
-        sampling.check(for_training=True)
-        for part in self.engines:
-            require(part.capabilities, sampling, Interruption(self.options.weights.interruption), engine=part.name)
+        check_sources(prompts.names, env=env, sampling=sampling, others=[prompt.source for prompt in self.options.eval_prompts])
+        check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=self.recorder)
@@ -296,8 +297,7 @@ class Run:
         held_out = tuple(complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
                          for number, prompt in enumerate(self.options.eval_prompts))
         return Observer(self._make_worker(Ledger()), questions=Questions(evaluation=held_out, probe=probed), weights=self.weights,
-                        trainer=self.trainer, probe=self.options.probe, temperature=self.sampling.temperature,
-                        timeout_s=self.buffer.config.stall_timeout_s)
+                        trainer=self.trainer, probe=self.options.probe, timeout_s=self.buffer.config.stall_timeout_s)
 
     async def _probe_when_due(self) -> None:
         if not self.observer.probe_is_due(self.index) or self.trainer.version % self.options.weights.publish_every_steps:

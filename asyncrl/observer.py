@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -35,14 +34,13 @@ class Observer:
         weights: says when the engines hold the newest version.
         trainer: scores what the probe got.
         probe: when, and how far engine and trainer may differ.
-        temperature: of the worker's sampling.
         timeout_s: for the rollouts of one evaluation or probe.
     """
 
     def __init__(self, worker: RolloutWorker, *, questions: Questions, weights: WeightSync, trainer: Trainer, probe: ProbeConfig,
-                 temperature: float, timeout_s: float) -> None:
+                 timeout_s: float) -> None:
         self._worker, self._questions, self._weights, self._trainer, self._probe = worker, questions, weights, trainer, probe
-        self._temperature, self._timeout_s = temperature, timeout_s
+        self._timeout_s = timeout_s
         self._probe_at = 0
 
     async def evaluate(self) -> Evaluation:
@@ -66,9 +64,8 @@ class Observer:
 
     async def judge_probe(self, version: int, rollouts: SequenceOf[Rollout]) -> Parity:
         """Engine against trainer logprobs of these rollouts. Raises RunAborted with the likely cause when they differ too much."""
-        score = functools.partial(self._trainer.score, temperature=self._temperature)
-        parity = await measure_parity(rollouts, score=score, version=version)
-        judge(parity, max_mean_gap=self._probe.max_mean_gap, temperature=self._temperature)
+        parity = await measure_parity(rollouts, score=self._trainer.score, version=version)
+        judge(parity, max_mean_gap=self._probe.max_mean_gap)
         return parity
 
     async def _roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int) -> list[Rollout]:

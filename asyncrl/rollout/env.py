@@ -187,8 +187,15 @@ class SingleTurn:
 
     def start(self, logs: Path, tokenizer: Tokenizer) -> None:
         """Fork the reward zygote."""
-        self._tokenizer = tokenizer
-        self._pool.start(logs)
+        self.start_together([self], logs, tokenizer)
+
+    @staticmethod
+    def start_together(envs: SequenceOf[SingleTurn], logs: Path, tokenizer: Tokenizer) -> None:
+        """Fork one reward zygote for several of them, which are closed together."""
+        if envs:
+            RewardPool.start_together([env._pool for env in envs], logs)
+        for env in envs:
+            env._tokenizer = tokenizer
 
     async def run(self, prompt: Prompt, session: Session) -> Outcome:
         """Write one completion and judge it."""

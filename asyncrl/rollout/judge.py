@@ -51,8 +51,8 @@ def named_rewards(functions: Mapping[str, RewardFunction] | Sequence[RewardFunct
     return tuple(_inspected(name, function) for name, function in pairs)
 
 
-def serve_rewards(channel: Channel, rewards: Sequence[NamedReward]) -> None:
-    """Judge the items of each request in order, one answer a function, until the controller closes or goes.
+def serve_rewards(channel: Channel, rewards: Sequence[Sequence[NamedReward]]) -> None:
+    """Judge the items of each request in order, one answer a function of the pool it names, until the controller closes or goes.
 
     An answer is {value, seconds}, or {error} which ends its item. The value is None where TRL's signature says that the function
     has nothing to say of this prompt.
@@ -61,7 +61,7 @@ def serve_rewards(channel: Channel, rewards: Sequence[NamedReward]) -> None:
         for packed in request.body["items"]:
             item = unpack(packed)
             prompt = Prompt.from_wire(item["prompt"])
-            for reward in rewards:
+            for reward in rewards[request.body["pool"]]:
                 answer = _judge(reward, prompt, item["completion"], item["tokens"])
                 channel.reply(request.id, answer, last=False)
                 if "error" in answer:

@@ -79,8 +79,8 @@ class RewardPool:
             made of messages are lists of messages, and so are their completions; None leaves that reward out of the sum.
         workers: how many run at once.
         timeout_s: for one call of one function; the worker that misses it is killed and replaced.
-        memory_bytes: private memory a worker may allocate beyond what it inherits; None gives the workers half of this process's limit
-            together, so that it is they who run out.
+        memory_bytes: private memory a worker may allocate beyond what it inherits; None gives it its share of half of this process's
+            limit, so that it is the workers who run out.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction] | Sequence[RewardFunction], *, workers: int = 2,
@@ -93,6 +93,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._zygote: Zygote | None = None
+        self._number = 0
         self._queue: deque[_Item] = deque()
         self._workers: set[_Worker] = set()
         self._call_s: float | None = None
@@ -102,9 +103,16 @@ class RewardPool:
 
     def start(self, logs: Path) -> None:
         """Fork the zygote; call it before anything starts threads. Output of the workers goes to `rewards.log`."""
-        assert self._zygote is None, "start() is called once"
-        memory_bytes = self._memory_bytes or memory_limit_bytes() // (2 * self._limit)
-        self._zygote = Zygote.fork(partial(serve_rewards, rewards=self._rewards), log=logs / "rewards.log", memory_bytes=memory_bytes)
+        self.start_together([self], logs)
+
+    @staticmethod
+    def start_together(pools: Sequence[RewardPool], logs: Path) -> None:
+        """Fork one zygote for several pools, which have workers of their own and are closed together."""
+        assert all(pool._zygote is None for pool in pools), "a pool is started once"
+        zygote = Zygote.fork(partial(serve_rewards, rewards=[pool._rewards for pool in pools]), log=logs / "rewards.log")
+        share_bytes = memory_limit_bytes() // (2 * sum(pool._limit for pool in pools))
+        for number, pool in enumerate(pools):
+            pool._zygote, pool._number, pool._memory_bytes = zygote, number, pool._memory_bytes or share_bytes
 
     async def score(self, prompt: Prompt, completion: str, tokens: list[int]) -> dict[str, float]:
         """Reward by name for one rollout. Waits for a worker; a cancelled caller leaves the worker to finish.
@@ -160,12 +168,12 @@ class RewardPool:
 
     def _give(self, worker: _Worker, items: list[_Item]) -> None:
         worker.items.extend(items)
-        worker.connection.send(Message("judge", body={"items": [item.packed for item in items]}))
+        worker.connection.send(Message("judge", body={"pool": self._number, "items": [item.packed for item in items]}))
         self._start_clock(worker)
 
     def _fork(self) -> _Worker:
         worker = _Worker()
-        worker.id, sock = self._zygote.spawn(on_exit=lambda reason: self._exited(worker, reason))
+        worker.id, sock = self._zygote.spawn(on_exit=lambda reason: self._exited(worker, reason), memory_bytes=self._memory_bytes)
         worker.connection = Connection(sock, on_message=lambda message: self._answered(worker, message),
                                        on_end=lambda error: self._socket_ended(worker, error))
         self._workers.add(worker)

@@ -8,11 +8,12 @@ import traceback
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
+from asyncrl.rollout.by_source import Samplings, sampling_of
 from asyncrl.rollout.env import Env, Outcome, Session
 from asyncrl.rollout.error_budget import ErrorBudget
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
-from asyncrl.types import Prompt, Rollout, Sampling, Sequence, Status
+from asyncrl.types import Prompt, Rollout, Sequence, Status
 
 _STATUS_OF: tuple[tuple[type[Exception], Status], ...] = (
     (NonFiniteError, Status.NONFINITE_LOGPROB),
@@ -29,13 +30,13 @@ class RolloutWorker:
     Args:
         router: where completions come from.
         env: what a rollout does.
-        sampling: of every completion.
+        sampling: of every completion, or by source of its prompt.
         ledger: told of every token as it arrives.
         seed: of the run; each rollout's own is derived from it, its group and its index.
         error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`.
     """
 
-    def __init__(self, router: Router, env: Env, *, sampling: Sampling, ledger: Ledger, seed: int,
+    def __init__(self, router: Router, env: Env, *, sampling: Samplings, ledger: Ledger, seed: int,
                  error_budget: float = 0.5) -> None:
         self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
         self._seed, self._budget = seed, ErrorBudget(error_budget)
@@ -55,8 +56,8 @@ class RolloutWorker:
         Raises RunAborted when too many fail, ChildDied when no engine is left, ConfigError for a setting no retry mends.
         """
         key = (group_id, index, 0)
-        session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=self._sampling,
-                          ledger=self._ledger)
+        sampling = sampling_of(self._sampling, prompt.source)
+        session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=sampling, ledger=self._ledger)
         self._sessions[key] = session
         began_s, error = now_s(), ""
         try:
@@ -78,7 +79,7 @@ class RolloutWorker:
         sequences = session.sequences()
         return Rollout(prompt_id=prompt.prompt_id, group_id=group_id, index=index, source=prompt.source, status=outcome.status,
                        sequences=_without_gradient(sequences) if outcome.status.is_error else sequences, rewards=outcome.rewards,
-                       sampling=self._sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
+                       sampling=sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
 
 
 def _is_cancelled(failure: BaseException) -> bool:

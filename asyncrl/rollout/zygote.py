@@ -55,11 +55,11 @@ class Zygote:
         self._closing = False
 
     @classmethod
-    def fork(cls, main: Callable[[Channel], None], *, log: Path, memory_bytes: int | None = None) -> Zygote:
+    def fork(cls, main: Callable[[Channel], None], *, log: Path) -> Zygote:
         """Fork the zygote now; its workers run `main(channel)` on their only thread. Output goes to `log`.
 
         Call it before anything starts threads. Inherited sockets and pipes are closed in it, open files stay.
-        `memory_bytes` bounds the private memory a worker may allocate beyond what it inherits. The log has a bounded size.
+        The log has a bounded size.
         """
         require_main_thread()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -72,12 +72,15 @@ class Zygote:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _run_and_exit(lambda: _ZygoteProcess(theirs, main, log=log, memory_bytes=memory_bytes).run(controller_pid))
+            _run_and_exit(lambda: _ZygoteProcess(theirs, main, log=log).run(controller_pid))
         theirs.close()
         return cls(pid, control=ours, log=log)
 
-    def spawn(self, *, on_exit: Callable[[str], None]) -> tuple[int, socket.socket]:
-        """Ask for a worker: its id, and the socket to it, usable at once. `on_exit` hears how it ended. Raises ChildDied."""
+    def spawn(self, *, on_exit: Callable[[str], None], memory_bytes: int | None = None) -> tuple[int, socket.socket]:
+        """Ask for a worker: its id, and the socket to it, usable at once. `on_exit` hears how it ended. Raises ChildDied.
+
+        `memory_bytes` bounds the private memory it may allocate beyond what it inherits.
+        """
         self._attach()
         if self.exit_reason is not None:
             raise ChildDied(self.exit_reason)
@@ -85,7 +88,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         self._on_exit[worker_id] = on_exit
         with theirs:
-            self._tell({"op": _FORK, "id": worker_id}, [theirs.fileno()])
+            self._tell({"op": _FORK, "id": worker_id, "memory_bytes": memory_bytes}, [theirs.fileno()])
         return worker_id, ours
 
     def kill(self, worker_id: int) -> None:
@@ -158,11 +161,10 @@ class _Worker:
 class _ZygoteProcess:
     """The zygote's own side: one thread, one loop over the controller's socket and the workers' pidfds."""
 
-    def __init__(self, control: socket.socket, main: Callable[[Channel], None], *, log: Path, memory_bytes: int | None) -> None:
+    def __init__(self, control: socket.socket, main: Callable[[Channel], None], *, log: Path) -> None:
         self._control = control
         self._main = main
         self._log = BoundedLog(log)
-        self._memory_bytes = memory_bytes
         self._workers: dict[int, _Worker] = {}
         self._poll = select.poll()
 
@@ -204,14 +206,14 @@ class _ZygoteProcess:
             return False
         message = unpack(data)
         if message["op"] == _FORK:
-            self._fork(message["id"], socket.socket(fileno=descriptors[0]))
+            self._fork(message["id"], socket.socket(fileno=descriptors[0]), memory_bytes=message["memory_bytes"])
         for worker in self._workers.values():
             if message["op"] == _KILL and worker.id == message["id"]:
                 worker.asked = True
                 _kill_group(worker.pid)
         return True
 
-    def _fork(self, worker_id: int, sock: socket.socket) -> None:
+    def _fork(self, worker_id: int, sock: socket.socket, *, memory_bytes: int | None) -> None:
         zygote_pid = os.getpid()
         try:
             pid = os.fork()
@@ -222,7 +224,7 @@ class _ZygoteProcess:
             if os.getpid() == zygote_pid:
                 sock.close()
         if pid == 0:
-            _run_and_exit(lambda: self._run_worker(zygote_pid, sock))
+            _run_and_exit(lambda: self._run_worker(zygote_pid, sock, memory_bytes=memory_bytes))
         os.setpgid(pid, pid)
         worker = _Worker(worker_id, pid)
         self._workers[worker.pidfd] = worker
@@ -253,7 +255,7 @@ class _ZygoteProcess:
     def _report(self, worker_id: int, reason: str) -> None:
         self._control.send(pack({"op": _EXITED, "id": worker_id, "reason": reason}))
 
-    def _run_worker(self, zygote_pid: int, sock: socket.socket) -> None:
+    def _run_worker(self, zygote_pid: int, sock: socket.socket, *, memory_bytes: int | None) -> None:
         die_with_parent(zygote_pid)
         os.setpgid(0, 0)
         self._log.attach_writer()
@@ -264,10 +266,10 @@ class _ZygoteProcess:
             Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-        if self._memory_bytes is not None:
+        if memory_bytes is not None:
             # Private writable memory alone: address space that is only reserved, as many runtimes do by the gigabyte, costs nothing.
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            limit = _data_bytes() + self._memory_bytes
+            limit = _data_bytes() + memory_bytes
             resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
         with contextlib.suppress(ParentGone):
             self._main(Channel(sock))

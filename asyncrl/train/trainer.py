@@ -116,14 +116,14 @@ class Trainer:
         await self._after_step()
         return self._result(reply, sampled_tokens=packed.num_sampled_tokens)
 
-    async def score(self, sequences: SequenceOf[Sequence], *, temperature: float = 1.0) -> list[NDArray[np.float32]]:
-        """[T] float32 logprobs of each sequence under the current weights at this temperature; 0 at index 0."""
+    async def score(self, sequences: SequenceOf[Sequence], *, temperature: float | SequenceOf[float] = 1.0) -> list[NDArray[np.float32]]:
+        """[T] float32 logprobs of each sequence under the current weights, 0 at index 0. One temperature for all, or one for each."""
         kept = list(sequences)
         if not kept:
             return []
         cu_seqlens = offsets(kept)
         arrays = {"tokens": np.concatenate([sequence.tokens for sequence in kept]), "cu_seqlens": cu_seqlens,
-                  "temperatures": np.full(len(kept), temperature, np.float32)}
+                  "temperatures": np.array(np.broadcast_to(temperature, len(kept)), np.float32)}
         logprobs = (await self._call("score", arrays=arrays))[0].arrays["logprobs"]
         return [logprobs[start:end] for start, end in itertools.pairwise(cu_seqlens.tolist())]
 

@@ -14,7 +14,7 @@ from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.evaluate import roll_out_all
 from asyncrl.rollout.fake_engine import FakeEngine, Faults, fake_manifest
 from asyncrl.rollout.probe import Parity, judge, measure_parity
-from asyncrl.types import Prompt, Rollout, SequenceBuilder, Status
+from asyncrl.types import Prompt, Rollout, Sampling, SequenceBuilder, Status
 from tests.rollout.rollout_fakes import router_of, worker_of
 
 LOGITS = np.asarray([2.0, 1.0, 0.0, -1.0])
@@ -34,7 +34,7 @@ def written(tokens: list[int], logprobs: np.ndarray, *, version: int = 3, **fiel
 
 def scoring(logprobs: np.ndarray):
     """A trainer for which every next-token distribution is exp(logprobs)."""
-    async def score(sequences):
+    async def score(sequences, *, temperature):
         return [np.where(sequence.policy_versions >= 0, logprobs[sequence.tokens % 4], 0.0).astype(np.float32) for sequence in sequences]
     return score
 
@@ -43,26 +43,26 @@ def measured(rollouts, logprobs: np.ndarray, *, version: int = 3) -> Parity:
     return asyncio.run(measure_parity(rollouts, score=scoring(logprobs), version=version))
 
 
-def verdict(parity: Parity, *, temperature: float = 1.0) -> str:
+def verdict(parity: Parity) -> str:
     """The text the probe refuses with."""
     with pytest.raises(RunAborted) as refused:
-        judge(parity, max_mean_gap=LIMIT, temperature=temperature)
+        judge(parity, max_mean_gap=LIMIT)
     return str(refused.value)
 
 
 def test_logprobs_taken_after_the_temperature_pass():
     right = log_softmax(LOGITS / 0.6)
     assert right[0] == pytest.approx(-0.2081, abs=5e-5)
-    parity = measured([written([0, 1, 0], right[[0, 1, 0]])], right)
+    parity = measured([written([0, 1, 0], right[[0, 1, 0]], sampling=Sampling(temperature=0.6))], right)
     assert (parity.num_tokens, parity.max_abs) == (3, pytest.approx(0, abs=1e-7))
-    judge(parity, max_mean_gap=LIMIT, temperature=0.6)
+    judge(parity, max_mean_gap=LIMIT)
 
 
 @pytest.mark.parametrize("tokens", [[0], [0, 0, 1, 0, 2]])
 def test_logprobs_taken_before_the_temperature_are_refused_with_that_cause(tokens):
     raw, right = log_softmax(LOGITS), log_softmax(LOGITS / 0.6)
     assert raw[0] == pytest.approx(-0.4402, abs=5e-5)
-    text = verdict(measured([written(tokens, raw[tokens])], right), temperature=0.6)
+    text = verdict(measured([written(tokens, raw[tokens], sampling=Sampling(temperature=0.6))], right))
     assert "logprobs taken before the temperature (0.6)" in text
     assert "allowed: 0.02" in text
 
@@ -70,7 +70,20 @@ def test_logprobs_taken_before_the_temperature_are_refused_with_that_cause(token
 def test_logprobs_divided_by_the_temperature_are_refused():
     wrong, right = log_softmax(LOGITS) / 0.6, log_softmax(LOGITS / 0.6)
     assert wrong[0] == pytest.approx(-0.73365, abs=5e-6)
-    assert "before the temperature" in verdict(measured([written([0], wrong[[0]])], right), temperature=0.6)
+    assert "before the temperature" in verdict(measured([written([0], wrong[[0]], sampling=Sampling(temperature=0.6))], right))
+
+
+def test_each_rollout_is_scored_at_its_own_temperature():
+    asked = []
+
+    async def score(sequences, *, temperature):
+        asked.extend(temperature)
+        return [np.where(sequence.policy_versions >= 0, log_softmax(LOGITS / each)[sequence.tokens % 4], 0.0).astype(np.float32)
+                for sequence, each in zip(sequences, temperature, strict=True)]
+
+    rollouts = [written([0, 1], log_softmax(LOGITS / each)[:2], sampling=Sampling(temperature=each)) for each in (1.3, 0.6)]
+    parity = asyncio.run(measure_parity(rollouts, score=score, version=3))
+    assert (asked, parity.temperatures, parity.max_abs) == ([1.3, 0.6], (0.6, 1.3), pytest.approx(0, abs=1e-7))
 
 
 def test_a_constant_offset_is_refused_as_a_kept_set():
@@ -104,7 +117,7 @@ def test_nan_is_over_every_limit():
 
 
 def test_a_gap_at_the_limit_passes():
-    judge(Parity(mean_abs=LIMIT, max_abs=1.0, mean_signed=LIMIT, num_tokens=1), max_mean_gap=LIMIT, temperature=1.0)
+    judge(Parity(mean_abs=LIMIT, max_abs=1.0, mean_signed=LIMIT, num_tokens=1), max_mean_gap=LIMIT)
 
 
 def test_the_mean_is_over_tokens_not_over_rollouts():
@@ -126,7 +139,7 @@ def test_an_engine_that_wrote_nothing_is_refused_with_its_failures():
         measured([failed, Rollout("p", -2, 1, (), Status.PROMPT_TOO_LONG)], LOGITS)
 
 
-async def _counting_score(sequences):
+async def _counting_score(sequences, *, temperature):
     """What a trainer computes whose policy is `counting_policy` at version 1."""
     return [np.where(s.policy_versions >= 0, -2.0 - np.maximum(np.arange(len(s)) - 2, 0) / 64, 0.0).astype(np.float32) for s in sequences]
 
@@ -147,5 +160,5 @@ def test_the_probe_sees_what_an_engine_does_wrong_after_an_update(faults, cause)
     if cause:
         assert cause in verdict(parity)
     else:
-        judge(parity, max_mean_gap=LIMIT, temperature=1.0)
+        judge(parity, max_mean_gap=LIMIT)
         assert parity.num_tokens == 3

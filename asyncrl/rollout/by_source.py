@@ -1,0 +1,97 @@
+"""What may differ between the sources of prompts: the environment, with its rewards, and the sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.engine import Engine, Interruption, require
+from asyncrl.rollout.env import Env, Outcome, Session, SingleTurn
+from asyncrl.tokenizer import Tokenizer
+from asyncrl.types import Prompt, Sampling
+
+T = TypeVar("T")
+
+Samplings = Sampling | Mapping[str, Sampling]
+"""One for all prompts, or one for each source."""
+
+
+def of_source(values: Mapping[str, T], source: str, *, field: str) -> T:
+    """What a source was given. Raises ConfigError when it was given nothing."""
+    if source not in values:
+        raise ConfigError(field, value=source, allowed=f"a source it names: {sorted(values)}",
+                          remedy=f"A prompt names {source!r} as its source: add it to the mapping.")
+    return values[source]
+
+
+def sampling_of(sampling: Samplings, source: str) -> Sampling:
+    """The sampling of prompts of one source. Raises ConfigError when none was given."""
+    return sampling if isinstance(sampling, Sampling) else of_source(sampling, source, field="sampling")
+
+
+class BySource:
+    """An environment for each source of prompts; the same one may stand for several. Reward workers of all have one zygote.
+
+    `Run(env={"sums": SingleTurn(...), "proofs": MyEnv()})` makes it.
+    """
+
+    def __init__(self, envs: Mapping[str, Env]) -> None:
+        self._envs = dict(envs)
+        self._distinct = list({id(env): env for env in envs.values()}.values())
+
+    def start(self, logs: Path, tokenizer: Tokenizer) -> None:
+        """Start each environment once."""
+        together = [env for env in self._distinct if isinstance(env, SingleTurn) and type(env).start is SingleTurn.start]
+        SingleTurn.start_together(together, logs, tokenizer)
+        for env in self._distinct:
+            if env not in together:
+                env.start(logs, tokenizer)
+
+    async def run(self, prompt: Prompt, session: Session) -> Outcome:
+        """One rollout in the environment of the prompt's source. Raises ConfigError when there is none, and what that one raises."""
+        return await of_source(self._envs, prompt.source, field="env").run(prompt, session)
+
+    async def close(self) -> None:
+        """End every worker of every environment."""
+        await asyncio.gather(*(env.close() for env in self._distinct))
+
+
+def check_sources(known: Iterable[str], *, env: Env | Mapping[str, Env], sampling: Samplings, others: Iterable[str]) -> None:
+    """Raise ConfigError when a mapping lacks a source that prompts will name, or names one that they will not.
+
+    `known` are the sources of a mixture, none when the prompts name their own; `others` those of prompts beside them.
+    """
+    mixed, beside = list(known), set(others)
+    for field, mapping in (("env", env), ("sampling", sampling)):
+        if isinstance(mapping, Mapping):
+            needed = beside | set(mixed)
+            missing, unknown = sorted(needed - mapping.keys()), sorted(mapping.keys() - needed) if mixed else []
+            if missing or unknown or not mapping:
+                near = difflib.get_close_matches(unknown[0], missing or sorted(needed), n=1) if unknown else []
+                raise ConfigError(field, value=sorted(mapping), allowed=f"an entry for each source of prompts: {sorted(needed)}",
+                                  remedy=f"Did you mean {near[0]!r}?" if near else f"Add {missing}, remove {unknown}.")
+
+
+def check_sampling(sampling: Samplings, *, engines: Iterable[Engine], interruption: Interruption) -> None:
+    """Raise ConfigError unless completions sampled so can be trained on, and every engine can sample so."""
+    for source, each in {"": sampling}.items() if isinstance(sampling, Sampling) else sampling.items():
+        try:
+            each.check(for_training=True)
+            for engine in engines:
+                require(engine.capabilities, each, interruption, engine=engine.name)
+        except ConfigError as error:
+            raise _of_source(error, source) from error
+    temperatures = {each.temperature for each in sampling.values()} if isinstance(sampling, Mapping) else set()
+    for engine in engines:
+        if len(temperatures) > 1 and not engine.capabilities.per_request_temperature:
+            raise ConfigError("sampling.temperature", value=sorted(temperatures), allowed=f"one for all sources with {engine.name}",
+                              remedy="Give every source the same, or choose another engine.")
+
+
+def _of_source(error: ConfigError, source: str) -> ConfigError:
+    field: Any = error.field.replace("sampling.", f"sampling.{source}." if source else "sampling.", 1)
+    return ConfigError(field, value=error.value, allowed=error.allowed, remedy=error.remedy)
