@@ -82,6 +82,7 @@ def test_the_page_shows_every_contract_between_the_parts():
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.inline_engine:InlineEngine"),
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.child_engine:ChildEngine"),
     ("asyncrl.rollout.env:Env", "asyncrl.rollout.env:SingleTurn"),
+    ("asyncrl.rollout.env:Env", "asyncrl.rollout.by_source:BySource"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Lease"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Soft"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:FixedLag"),

@@ -38,6 +38,9 @@ class BufferStats:
     def take(self, batch: Batch, *, bound: int) -> None:
         """A batch leaves for the trainer; `bound` is the `max_staleness` its tokens are compared with."""
         self.rewarded(batch.rollouts)
+        for group in batch.groups:
+            self._bag.sum(f"buffer/source.{group.prompt.source}/groups", 1)
+            self._bag.sum(f"buffer/source.{group.prompt.source}/tokens", group.num_tokens)
         tokens, rollouts = token_staleness(batch), rollout_staleness(batch)
         self._histogram.update(tokens)
         self._bag.mean("staleness/token/mean", sum(s * n for s, n in tokens.items()), count=tokens.total())
