@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.buffer.replay_buffer import ReplayBuffer
     from asyncrl.config import RunConfig, load_config
-    from asyncrl.loop import Run, RunOptions, StepReport
+    from asyncrl.loop import Run
     from asyncrl.rollout.engine import Interruption
     from asyncrl.rollout.env import Env, Outcome, Session, SingleTurn
     from asyncrl.rollout.inline_engine import InlineEngine
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from asyncrl.rollout.task_config import ProbeConfig
     from asyncrl.rollout.transformers_engine import TransformersEngine
     from asyncrl.rollout.vllm_engine import VLLMEngine
+    from asyncrl.run_options import RunOptions
+    from asyncrl.step_report import StepReport
     from asyncrl.train.trainer import Trainer
     from asyncrl.types import Prompt, Rollout, RolloutGroup, Sampling, Sequence, Status
     from asyncrl.weights.config import WeightsConfig
@@ -34,7 +36,7 @@ __all__ = [
 _HOMES = MappingProxyType({
     "asyncrl.buffer.replay_buffer": ("ReplayBuffer",),
     "asyncrl.config": ("RunConfig", "load_config"),
-    "asyncrl.loop": ("Run", "RunOptions", "StepReport"),
+    "asyncrl.loop": ("Run",),
     "asyncrl.rollout.engine": ("Interruption",),
     "asyncrl.rollout.env": ("Env", "Outcome", "Session", "SingleTurn"),
     "asyncrl.rollout.inline_engine": ("InlineEngine",),
@@ -42,6 +44,8 @@ _HOMES = MappingProxyType({
     "asyncrl.rollout.task_config": ("ProbeConfig",),
     "asyncrl.rollout.transformers_engine": ("TransformersEngine",),
     "asyncrl.rollout.vllm_engine": ("VLLMEngine",),
+    "asyncrl.run_options": ("RunOptions",),
+    "asyncrl.step_report": ("StepReport",),
     "asyncrl.train.trainer": ("Trainer",),
     "asyncrl.types": ("Prompt", "Rollout", "RolloutGroup", "Sampling", "Sequence", "Status"),
     "asyncrl.weights.config": ("WeightsConfig",),

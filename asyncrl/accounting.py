@@ -8,9 +8,10 @@ as one rollout is lost, counted twice, or changes its length on the way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl.errors import LedgerError
 from asyncrl.types import Batch, Rollout
@@ -63,6 +64,22 @@ class Account:
         """Whether both sides are equal, in tokens and in rollouts."""
         return self.generated == self.placed
 
+    def given_up(self, reason: str) -> Account:
+        """What is left of it when everything buffered and in flight is dropped for `reason`."""
+        dropped = dict(self.dropped)
+        dropped[reason] = total([dropped.get(reason, Count()), self.buffered, self.in_flight])
+        return Account(self.generated, self.trained, self.masked, dropped, buffered=Count(), in_flight=Count())
+
+    def to_wire(self) -> dict[str, Any]:
+        """A form msgpack can carry; `from_wire` gives the account back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Account:
+        """The account that `to_wire` described."""
+        dropped = {reason: Count(*count) for reason, count in wire["dropped"].items()}
+        return cls(**{name: Count(*count) for name, count in wire.items() if name != "dropped"}, dropped=dropped)
+
     def __str__(self) -> str:
         return "; ".join(self._side(unit) for unit in Count._fields)
 
@@ -80,11 +97,12 @@ class Ledger:
     `abandoned` (the worker, when there will be none). Per rollout in the buffer: `dropped` or, in a batch, `trained`.
     """
 
-    def __init__(self) -> None:
-        self._generated = Count()
-        self._trained = Count()
-        self._masked = Count()
-        self._dropped: dict[str, Count] = {}
+    def __init__(self, account: Account | None = None) -> None:
+        """Empty, or going on from an account that has nothing buffered and nothing in flight."""
+        start = account or Account(Count(), Count(), Count(), {}, Count(), Count())
+        assert start.buffered == start.in_flight == Count(), "what is buffered or in flight must be given up first"
+        self._generated, self._trained, self._masked = start.generated, start.trained, start.masked
+        self._dropped = dict(start.dropped)
         self._open: dict[RolloutKey, int] = {}
 
     @property

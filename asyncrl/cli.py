@@ -6,16 +6,16 @@ A command takes its parsed options and gives an exit code. What it raises become
 from __future__ import annotations
 
 import argparse
-import asyncio
 import errno
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import Console, open_console
+from asyncrl.run_state import Resume
 from asyncrl.training import check_environment, processes_of, train
 
 EXIT_OK = 0
@@ -25,9 +25,11 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """A setting or a file that cannot work; nothing was started."""
 EXIT_INTERRUPTED = 130
-"""Ended by Ctrl-C."""
+"""Ended by Ctrl-C: after the step, with a checkpoint; by a second one, at once."""
 EXIT_TERMINATED = 143
-"""Ended by SIGTERM."""
+"""Ended by SIGTERM, in the same way."""
+
+_RESUMES = ("newest", "auto")
 
 _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EPIPE})
 """The machine's, not a bug's: a full disk, a console that was closed. Their traceback says nothing."""
@@ -60,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in _OUTPUT_ERRORS:
             raise
         return _told(f"what the run writes has no place: {error}", EXIT_FAILED)
+    except Interrupted as end:
+        return _told(str(end), 128 + end.signum)
     except KeyboardInterrupt:
         return _told("interrupted", EXIT_INTERRUPTED)
-    except asyncio.CancelledError:
-        return _told("terminated", EXIT_TERMINATED)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -74,7 +76,7 @@ def _train(options: argparse.Namespace) -> int:
     else:
         console = open_console(quiet=options.quiet)
         try:
-            asyncio.run(_train_until_told(config, console))
+            run_interruptibly(_train_and_forget(config, console, resume=options.resume))
         finally:
             console.close()
             if console.lost:
@@ -84,6 +86,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
+    parser.add_argument("--resume", nargs="?", const="newest", choices=_RESUMES,
+                        help="go on from the run's newest whole checkpoint; auto: begin anew when there is none")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the last line alone")
 
@@ -93,12 +97,8 @@ COMMANDS = (
 )
 
 
-async def _train_until_told(config: RunConfig, console: Console) -> None:
-    """Train; SIGTERM ends the run as Ctrl-C does: every process is closed, shared memory is freed."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await train(config, console=console)
+async def _train_and_forget(config: RunConfig, console: Console, *, resume: Resume) -> None:
+    await train(config, console=console, resume=resume)
 
 
 def describe(config: RunConfig) -> str:
@@ -117,7 +117,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.arguments(row)
         if command.takes_settings:
             row.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
-    options, later = parser.parse_known_args(arguments)
+    options, later = parser.parse_known_args(_resume_apart(sys.argv[1:] if arguments is None else arguments))
     if not options.command.takes_settings and later:
         options.parser.error(f"unrecognized arguments: {' '.join(later)}")
     if wrong := [argument for argument in later if argument.startswith("-") or "=" not in argument]:
@@ -125,6 +125,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if later:
         options.settings = [*options.settings, *later]
     return options
+
+
+def _resume_apart(arguments: Sequence[str]) -> list[str]:
+    """A bare `--resume` with its value: argparse would take the setting after it for one."""
+    return ["--resume=newest" if argument == "--resume" and following not in _RESUMES else argument
+            for argument, following in zip(arguments, [*arguments[1:], ""], strict=True)]
 
 
 def _told(line: str, code: int) -> int:

@@ -86,6 +86,10 @@ class LedgerError(AsyncRLError):
     """Tokens or rollouts are not accounted for: the ledger does not close."""
 
 
+class RunStopped(AsyncRLError):
+    """Whoever drives the run told it to stop while something was waited for."""
+
+
 class RunAborted(AsyncRLError):
     """A safety limit ended the run; the message names the limit and the likely cause."""
 

@@ -16,11 +16,10 @@ A failure in any of them reaches whoever waits: nothing waits in silence.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.config import check_pairs
-from asyncrl.errors import ConfigError, RunAborted
+from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
 from asyncrl.observer import Observer, Questions
 from asyncrl.paths import RunPaths, make_shared_folder
@@ -41,58 +40,18 @@ from asyncrl.rollout.evaluate import Evaluation, first_failure
 from asyncrl.rollout.prompt_rows import complete_prompt
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.router import Router
-from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.rollout.worker import RolloutWorker
-from asyncrl.settings import validated
+from asyncrl.run_options import RunOptions
+from asyncrl.run_state import RunState, find_checkpoint, load_state
+from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.trainer import StepResult, Trainer
-from asyncrl.types import Batch, Prompt
-from asyncrl.weights.config import WeightsConfig
+from asyncrl.types import Prompt
 
 T = TypeVar("T")
 
 _MAX_SKIPS_IN_A_ROW = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What a run needs beyond its parts."""
-
-    name: str = "run"
-    folder: str | Path = "runs"
-    seed: int = 0
-    weights: WeightsConfig | Mapping[str, Any] = field(default_factory=WeightsConfig)
-    """Or its fields as a mapping."""
-    probe: ProbeConfig | Mapping[str, Any] = field(default_factory=ProbeConfig)
-    """Or its fields as a mapping."""
-    error_budget: float = 0.5
-    """Share of the newest 64 rollouts, of all and of each source, that may fail; one more ends the run."""
-    eval_prompts: tuple[Prompt, ...] = ()
-    """Held-out prompts, what `Run.evaluate` asks."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", validated(WeightsConfig, self.weights, name="weights"))
-        object.__setattr__(self, "probe", validated(ProbeConfig, self.probe, name="probe"))
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did. Reads like a mapping from metric name to number."""
-
-    index: int
-    """Number of the step, from 1."""
-    version: int
-    """Policy version the step made."""
-    metrics: Mapping[str, float]
-    batch: Batch = field(repr=False)
-
-    def __getitem__(self, name: str) -> float:
-        """Raises KeyError for a metric that was not measured in this step: a mean over nothing is absent."""
-        if name not in self.metrics:
-            near = difflib.get_close_matches(name, self.metrics)
-            raise KeyError(f"{name!r} was not measured in step {self.index}; nearest of the {len(self.metrics)} that were: {near}")
-        return self.metrics[name]
 
 
 class Run:
@@ -115,11 +74,14 @@ class Run:
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
-        self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, ledger=self.ledger, recorder=self.recorder)
+        self._attach(version=0)
         self.router = Router(self.engines, drain_timeout_s=self.options.weights.drain_timeout_s,
                              apply_timeout_s=self.options.weights.apply_timeout_s)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.index = 0
+        self.notes: dict[str, Any] = {}
+        """The caller's own, as msgpack can carry it: saved with every checkpoint, back after a resume."""
+        self._waiting: deque[Prompt] = deque()
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._entered = self._open = False
@@ -144,8 +106,17 @@ class Run:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Ends every process. A failure that no call has raised yet is raised here, or noted on the error under way."""
-        failures = await self._stop()
+        """Ends every process. A failure that no call has raised yet is raised here, or noted on the error under way.
+
+        Left without an error, it first waits for the checkpoint that is being written.
+        """
+        failures: list[BaseException] = []
+        if error is None:
+            try:
+                await self.trainer.settle()
+            except AsyncRLError as failure:
+                failures.append(failure)
+        failures += await self._stop()
         if self._unreported is not None:
             failures.insert(0, self._unreported)
         if error is not None:
@@ -156,7 +127,7 @@ class Run:
     async def steps(self, count: int) -> AsyncIterator[StepReport]:
         """Train `count` steps, one report each. Rollouts go on while the caller works on a report.
 
-        Ends early, without error, when the prompts end. Raises the first failure of any coroutine.
+        Ends early, without error, when the prompts end, and raises RunStopped after `stop`. Raises the first failure of any coroutine.
         """
         for _ in range(count):
             report = await self.step()
@@ -164,19 +135,26 @@ class Run:
                 return
             yield report
 
+    def stop(self) -> None:
+        """Begin no further step. The one under way goes on to its end; whoever waits for a batch, evaluation or probe gets RunStopped."""
+        if not self._failure.done():
+            self._failure.set_result(RunStopped("the run was told to stop"))
+
     async def feed(self) -> None:
         """Admit prompts. Waits for a free slot; unblocked by drops and acknowledgements; ends with the data."""
         skips = 0
-        for prompt in self._stream:
+        while self._has_waiting():
+            prompt = self._waiting[0]
             if len(prompt.tokens) >= self.router.context_tokens:
                 self.prompts.skip(prompt, "no_room")
                 skips += 1
                 if skips == _MAX_SKIPS_IN_A_ROW:
                     raise RunAborted(f"{skips} prompts in a row leave no room for an answer: the newest has {len(prompt.tokens)} tokens, "
                                      f"the engine's context {self.router.context_tokens}")
-                continue
-            skips = 0
-            self._slots.put_nowait(await self.buffer.admit(prompt))
+            else:
+                skips = 0
+                self._slots.put_nowait(await self.buffer.admit(prompt))
+            self._waiting.popleft()
         self.buffer.end_of_data()
 
     async def roll_out(self) -> None:
@@ -205,6 +183,8 @@ class Run:
         self.ledger.trained(batch, trained_tokens=result.trained_tokens, masked_tokens=result.masked_tokens)
         self.recorder.step_done(batch.version)
         self.index += 1
+        if self.trainer.checkpoint_due:
+            await self.trainer.checkpoint(self.state().to_bytes())
         if result.version % self.options.weights.publish_every_steps == 0:
             await self.weights.publish()
         self.account()
@@ -226,6 +206,18 @@ class Run:
         with self._meter.aside():
             return await self._or_failure(self.observer.evaluate())
 
+    def state(self) -> RunState:
+        """What a checkpoint of now holds beside the trainer's weights."""
+        account = self.ledger.account(buffered=self.buffer.held(), in_flight=self.worker.in_flight()).given_up("resume")
+        return RunState(index=self.index, version=self.trainer.version, prompts=self.prompts.state(),
+                        unfinished=(*self.buffer.unfinished(), *self._waiting), account=account, buffer=self.buffer.state(),
+                        notes=self.notes)
+
+    async def save(self) -> None:
+        """Write a checkpoint of now; returns when it is whole. To be called between two steps."""
+        await self.trainer.checkpoint(self.state().to_bytes())
+        await self.trainer.settle()
+
     async def finish(self) -> None:
         """Stop producing for good. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
         self._open = False
@@ -242,22 +234,49 @@ class Run:
     async def _start(self) -> None:
         self.tokenizer = Tokenizer(self.trainer.model)
         self.env.start(self.paths.logs, self.tokenizer)
-        stream = self.prompts.stream(self.tokenizer)
-        probed = tuple(itertools.islice(stream, self.options.probe.prompts))
-        self._stream = itertools.chain(probed, stream)
+        checkpoint = find_checkpoint(self.paths.checkpoints, self.options.resume)
+        if checkpoint:
+            self._restore(load_state(checkpoint))
+        self._stream = self.prompts.stream(self.tokenizer)
+        self._waiting.extend(itertools.islice(self._stream, max(0, self.options.probe.prompts - len(self._waiting))))
+        probed = tuple(itertools.islice(self._waiting, self.options.probe.prompts))
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.trainer.start(self.paths, weights=self.options.weights))
+                tasks.create_task(self._start_trainer(checkpoint))
                 for engine in self.engines:
                     tasks.create_task(engine.start(self.paths))
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         for engine in self.engines:
-            self.buffer.add_engine(engine.name, 0)
+            self.buffer.add_engine(engine.name, self.trainer.version)
         self.worker = self._make_worker(self.ledger)
         self.observer = self._make_observer(probed)
         await self.weights.start()
         self._meter = Meter(self.router)
+
+    async def _start_trainer(self, checkpoint: Path | None) -> None:
+        await self.trainer.start(self.paths, weights=self.options.weights)
+        if checkpoint:
+            await self.trainer.restore(checkpoint)
+
+    def _restore(self, state: RunState) -> None:
+        """Go on from a checkpoint: counters as they were, prompts that were not finished first."""
+        self.index, self.notes = state.index, dict(state.notes)
+        self.prompts.restore(state.prompts)
+        self._waiting.extend(state.unfinished)
+        self.ledger = Ledger(state.account)
+        self._attach(version=state.version)
+        self.buffer.restore(state.buffer)
+
+    def _attach(self, *, version: int) -> None:
+        self.buffer.attach(publish_every_steps=self.options.weights.publish_every_steps, version=version, ledger=self.ledger,
+                           recorder=self.recorder)
+
+    def _has_waiting(self) -> bool:
+        """Whether a prompt waits to be admitted; one is asked for when none does."""
+        if not self._waiting:
+            self._waiting.extend(itertools.islice(self._stream, 1))
+        return bool(self._waiting)
 
     async def _stop(self) -> list[BaseException]:
         """Close every part, also when cancelled on the way; gives what closing failed with."""
@@ -323,10 +342,12 @@ class Run:
                 self._failure.set_result(cause)
                 self._unreported = cause
 
-    async def _or_failure(self, work: Awaitable[T]) -> T:
+    async def _or_failure(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or the first failure of any coroutine, whichever comes first. Cancelled, it leaves nothing running."""
         task = asyncio.ensure_future(work)
         try:
+            if self._failure.done():
+                raise self._failure.result()
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise self._failure.result()

@@ -56,15 +56,27 @@ def make_shared_folder() -> Path:
     Folders of processes that were killed are removed first: nobody else would. The name holds the process's namespace: where
     containers share memory, a process id of one says nothing in another.
     """
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK):
-        place = Path(tempfile.gettempdir())
-    prefix = f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
+    place, prefix = _shared_place()
     for left in place.glob(f"{prefix}-*-*"):
         owner = left.name.removeprefix(f"{prefix}-").split("-")[0]
         if owner.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=place))
+
+
+def remove_shared_folders() -> None:
+    """Remove every folder that `make_shared_folder` made in this process: for one that ends at once, without closing its runs."""
+    place, prefix = _shared_place()
+    for folder in place.glob(f"{prefix}-{os.getpid()}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_place() -> tuple[Path, str]:
+    """Where shared folders lie, and how the names of this process's namespace begin."""
+    place = Path("/dev/shm")
+    if not os.access(place, os.W_OK):
+        place = Path(tempfile.gettempdir())
+    return place, f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def claim(folder: Path) -> IO[str]:

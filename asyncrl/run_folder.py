@@ -6,58 +6,87 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.accounting import Account
 from asyncrl.config import RunConfig, Wandb, dump_config
-from asyncrl.loop import StepReport
+from asyncrl.errors import ConfigError
 from asyncrl.observe.console import Console
 from asyncrl.observe.health import RunSettings
-from asyncrl.observe.jsonl import JsonlWriter, rollout_rows
+from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, rollout_rows
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
 from asyncrl.paths import claim
 from asyncrl.rollout.evaluate import Evaluation
+from asyncrl.run_state import Resume, RunState, find_checkpoint, load_state
+from asyncrl.step_report import StepReport
 
 
 class RunFolder:
-    """Everything a run writes: resolved configuration, metrics, rollouts, summary, picture; and the console and tracker beside them."""
+    """Everything a run writes: resolved configuration, metrics, rollouts, summary, picture; and the console and tracker beside them.
 
-    def __init__(self, config: RunConfig, *, console: Console) -> None:
+    A new run moves an earlier folder of its name aside. One that resumes goes on in it: what was written after the checkpoint is cut off.
+    """
+
+    def __init__(self, config: RunConfig, *, console: Console, resume: Resume = None) -> None:
         self.path = folder = Path(config.run.folder) / config.run.name
-        self._claim = claim(folder)
-        if kept := move_aside(folder):
-            console.note(f"an earlier run of this name is kept as {kept}")
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        console.start(RunSettings.of(config.model_dump(mode="json")), where=f"in {folder}")
         self._config, self._console = config, console
-        self._metrics = JsonlWriter(folder / "metrics.jsonl")
-        self._rollouts = JsonlWriter(folder / "rollouts.jsonl")
         self._wandb: WandbWriter | None = None
         self._rows: list[dict[str, float]] = []
         self._evaluations: dict[int, float] = {}
         self._began_s: float | None = None
         self._wall_s = 0.0
         self._ended_early = ""
+        self._claim = claim(folder)
+        try:
+            checkpoint = find_checkpoint(folder / "checkpoints", resume) if resume else None
+            self.resumed = load_state(checkpoint) if checkpoint else None
+            """What the run goes on from; None for a new one."""
+            known = self.resumed.notes if self.resumed else {}
+            self.notes = {"wandb_id": known.get("wandb_id") or uuid.uuid4().hex[:8], "config": config.model_dump(mode="json")}
+            """What a run that resumes this one must find in its checkpoints."""
+            if self.resumed:
+                self._take_up(self.resumed)
+            elif kept := move_aside(folder):
+                console.note(f"an earlier run of this name is kept as {kept}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            console.start(RunSettings.of(config.model_dump(mode="json")), where=f"in {folder}")
+            self._metrics = JsonlWriter(folder / "metrics.jsonl")
+            self._rollouts = JsonlWriter(folder / "rollouts.jsonl")
+        except BaseException:
+            self._claim.close()
+            raise
+
+    def _take_up(self, state: RunState) -> None:
+        """Cut what was written after the checkpoint, and read what was written before it."""
+        require_same_model(state.notes.get("config", {}), self._config)
+        rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: row.get("trainer_step", row.get("eval_version", 0)) <= state.index)
+        cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: row["step"] <= state.index)
+        self._rows = [{name: row[name] for name in SUMMARY_METRICS if name in row} for row in rows if "step" in row]
+        self._evaluations = {row["eval_version"]: row["eval/reward/mean"] for row in rows if "eval_version" in row}
+        self._wall_s = rows[-1]["wall_s"] if rows else 0.0
+        self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
+                           f"{len(state.unfinished)} prompts that were not finished are issued again")
 
     def track(self) -> None:
         """Start the tracker, if there is one, and detach the console: after the reward zygote was forked, for both bring a thread."""
         self._console.detach()
         if isinstance(self._config.run.wandb, Wandb):
-            self._wandb = WandbWriter(project=self._config.run.wandb.project, name=self._config.run.name,
+            self._wandb = WandbWriter(project=self._config.run.wandb.project, name=self._config.run.name, run_id=self.notes["wandb_id"],
                                       config=self._config.model_dump(mode="json"), folder=self.path)
 
     def begin(self) -> None:
         """The first step starts."""
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() - self._wall_s
 
     def end(self) -> None:
         """The last step and its evaluation are over."""
-        self._wall_s = 0.0 if self._began_s is None else time.monotonic() - self._began_s
+        self._wall_s = self._elapsed_s()
 
     def ends_early(self, failure: BaseException) -> None:
         """The run fails, or is interrupted, before its last step is over."""
@@ -76,6 +105,10 @@ class RunFolder:
         if (report.index - 1) % self._config.run.rollouts_every_steps == 0:
             for rollout in rollout_rows(report.batch.groups[0], step=report.index, decode=decode):
                 self._rollouts.write(rollout)
+
+    def was_evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation of this step, also one from before a resume."""
+        return step in self._evaluations
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Note one evaluation."""
@@ -124,7 +157,12 @@ class RunFolder:
             if self._wandb.dropped:
                 self._console.note(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}", is_warning=True)
 
+    def _elapsed_s(self) -> float:
+        """Since the first step, without the time between two processes of a resumed run."""
+        return self._wall_s if self._began_s is None else time.monotonic() - self._began_s
+
     def _write(self, row: dict[str, Any]) -> None:
+        row["wall_s"] = self._elapsed_s()
         self._metrics.write(row)
         self._console.row(row)
         if self._wandb:
@@ -137,6 +175,15 @@ def move_aside(folder: Path) -> Path | None:
         return None
     kept = next(place for number in itertools.count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
     return folder.rename(kept)
+
+
+def require_same_model(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise ConfigError when a run would go on with the weights of another model."""
+    given = config.model_dump(mode="json", include={"model", "warm_up"})
+    for section, value in given.items():
+        if section in saved and saved[section] != value:
+            raise ConfigError(section, value=value, allowed=f"what the run began with, {saved[section]}",
+                              remedy="Resume with that, or begin a new run under another run.name.")
 
 
 def _shown(value: float | None) -> str:

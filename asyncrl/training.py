@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +15,9 @@ from typing import Any
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig, Wandb
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunStopped
 from asyncrl.functions import check_arguments, load_function
-from asyncrl.loop import Run, RunOptions
+from asyncrl.loop import Run
 from asyncrl.model_folder import model_folder
 from asyncrl.observe.console import Console
 from asyncrl.observe.wandb_writer import require_wandb
@@ -25,31 +27,39 @@ from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompt_rows import read_jsonl
 from asyncrl.rollout.prompts import PromptSource
+from asyncrl.rollout.seeds import derive_seed
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine, require_vllm
 from asyncrl.run_folder import RunFolder
+from asyncrl.run_options import RunOptions
+from asyncrl.run_state import Resume, RunState
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
 
 _PREPARE_TIMEOUT_S = 3600.0
+_STEP_GRACE_S = 120.0
+"""How long an interrupted run waits for its step: longer, and the newest checkpoint is what is left."""
 _BELOW = MappingProxyType({"vllm": " with vLLM's core in a process below it"})
 
 
-async def train(config: RunConfig, *, console: Console) -> dict[str, Any]:
+async def train(config: RunConfig, *, console: Console, resume: Resume = None) -> dict[str, Any]:
     """Prepare the model, run `run.steps` steps, write everything under `run.folder/run.name`. Returns the summary.
 
-    A run that fails or is interrupted leaves its summary and picture too; the summary then says why under `ended_early`.
+    Cancelled, it finishes the step under way and saves before it goes. A run that fails or is interrupted leaves its summary and
+    picture too; the summary then says why under `ended_early`.
     """
-    folder = RunFolder(config, console=console)
+    folder = RunFolder(config, console=console, resume=resume)
     try:
         model = await prepare_model(config, logs=folder.path / "logs", echo=console.note)
-        async with build(config, model=model) as run:
+        async with build(config, model=model, resumed=folder.resumed) as run:
+            run.notes |= folder.notes
             folder.track()
             try:
-                await _train_steps(run, config, folder)
+                await _finishing_the_step(run, _train_steps(run, config, folder))
+                await run.save()
                 await run.trainer.export(folder.path / "model")
                 await run.finish()
                 run.account()
@@ -90,18 +100,36 @@ def check_environment(config: RunConfig) -> None:
             _data(prompts, field=field, source="check")
 
 
+async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> None:
+    """Run `stepping`. Cancelled, the step under way is finished, unless it takes too long, and a checkpoint written before the end."""
+    task = asyncio.ensure_future(stepping)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        run.stop()
+        await asyncio.wait({task}, timeout=_STEP_GRACE_S)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+        with contextlib.suppress(RunStopped):
+            task.result()
+        await run.save()
+        raise
+
+
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
     every = config.eval.every_steps if isinstance(config.eval, PromptsEval) else 0
-    if every:
-        folder.evaluated(0, await run.evaluate())
+    if every and not folder.was_evaluated(run.index):
+        folder.evaluated(run.index, await run.evaluate())
     folder.begin()
-    async for report in run.steps(config.run.steps):
+    async for report in run.steps(config.run.steps - run.index):
         folder.stepped(report, decode=run.tokenizer.decode)
         if every and report.index % every == 0:
             folder.evaluated(report.index, await run.evaluate())
     if run.index < config.run.steps:
         folder.data_ended(run.index)
-    if every and run.index % every:
+    if every and not folder.was_evaluated(run.index):
         folder.evaluated(run.index, await run.evaluate())
     folder.end()
 
@@ -130,15 +158,17 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], 
     return folder
 
 
-def build(config: RunConfig, *, model: Path) -> Run:
-    """The run a configuration describes, from `model` on; starts nothing."""
+def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) -> Run:
+    """The run a configuration describes, from `model` on, or from the checkpoint that `resumed` was saved with; starts nothing."""
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
                       **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
-                         probe=config.run.probe, error_budget=config.run.error_budget, eval_prompts=_eval_prompts(config))
+                         probe=config.run.probe, error_budget=config.run.error_budget, eval_prompts=_eval_prompts(config),
+                         resume="newest" if resumed else None)
     env = SingleTurn(_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
     prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
-    return Run(prompts=prompts, engine=build_engine(config, model=model), env=env, sampling=config.sampling.build(),
+    engine = build_engine(config, model=model, version=resumed.version if resumed else 0)
+    return Run(prompts=prompts, engine=engine, env=env, sampling=config.sampling.build(),
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
 
 
@@ -155,13 +185,17 @@ def processes_of(config: RunConfig) -> list[str]:
     return rows
 
 
-def build_engine(config: RunConfig, *, model: Path) -> Engine:
-    """The engine a configuration describes; its random stream follows the run's seed unless it has one of its own."""
+def build_engine(config: RunConfig, *, model: Path, version: int = 0) -> Engine:
+    """The engine a configuration describes; its random stream follows the run's seed unless it has one of its own.
+
+    A run resumed at another `version` gets another stream: it would see the numbers again that the first steps were sampled with.
+    """
     engine = config.engine
     if isinstance(engine, InlineEngineConfig):
         return InlineEngine(model, **dict(engine))
     kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
-    return kind(model, **dict(engine) | {"seed": config.run.seed if engine.seed is None else engine.seed})
+    seed = config.run.seed if engine.seed is None else engine.seed
+    return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) if version else seed})
 
 
 def _rewards(config: RunConfig) -> Callable[..., Any] | dict[str, Callable[..., Any]]:

@@ -21,7 +21,6 @@ from asyncrl.child import Child
 from asyncrl.clock import now_s, run_virtual
 from asyncrl.config import RunConfig
 from asyncrl.errors import BufferStarved, ChildDied, RunAborted
-from asyncrl.loop import StepReport
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import PlainFace
 from asyncrl.paths import RunPaths
@@ -30,6 +29,7 @@ from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.evaluate import Evaluation
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
 from asyncrl.rollout.router import Router
+from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train import rank as rank_module
@@ -210,9 +210,9 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
             if behaviour == "dies" and op == "step":
                 raise ChildDied("killed")
             if op == "save":
-                (Path(body["folder"]) / "rank-0.safetensors").write_bytes(b"weights")
+                (Path(body["folder"]) / "rank-00000.safetensors").write_bytes(b"weights")
             return [Reply({"metrics": {}, "skipped": False, "nonfinite": behaviour == "nan", "trained_tokens": 0, "updates": 1,
-                           "name": "rank-0.safetensors"})] * self.count
+                           "done": True, "file": {"name": "rank-00000.safetensors", "bytes": 7, "xxh3": ""}})] * self.count
 
         async def kill(self) -> None:
             pass
@@ -227,6 +227,8 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
         with contextlib.suppress(RunAborted):
             for version in range(6):
                 await trainer.step(random_batch(0, version=version))
+                if trainer.checkpoint_due:
+                    await trainer.checkpoint()
 
     scene.patch.setattr(trainer_module.ChildRanks, "start", start)
     for behaviour in ("works", "nan", "dies"):
@@ -284,6 +286,9 @@ def course(config: RunConfig, scene: Scene, *, most_steps: int = 100) -> list[ob
     class Folder:
         def begin(self) -> None:
             happened.append("begin")
+
+        def was_evaluated(self, step: int) -> bool:
+            return ("eval", step) in happened
 
         def end(self) -> None:
             happened.append("end")

@@ -38,6 +38,10 @@ class Depth:
         """Never moves."""
         return cls(groups, groups, groups, step_groups=0)
 
+    def at(self, groups: int) -> Depth:
+        """At the depth of an earlier process, as far as it may move there."""
+        return dataclasses.replace(self, groups=min(self.most_groups, max(self.least_groups, groups))) if self.step_groups else self
+
     def deeper(self) -> Depth:
         """During a take that waits while only depth holds admission back."""
         return dataclasses.replace(self, groups=min(self.most_groups, self.groups + self.step_groups))

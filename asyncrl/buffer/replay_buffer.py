@@ -219,6 +219,21 @@ class ReplayBuffer:
         """Tokens and rollouts stored, batch in training included, counted from the rollouts themselves: the ledger's `buffered`."""
         return total([group.count for group in self._stored.values()])
 
+    def unfinished(self) -> tuple[Prompt, ...]:
+        """Prompts of the groups that are neither in a batch nor gone, in order of admission."""
+        return tuple(self._stored[slot.group_id].slot.prompt for slot in self._slots.values()
+                     if slot.state in (SlotState.GENERATING, SlotState.READY))
+
+    def state(self) -> dict[str, Any]:
+        """What outlives the process: counters and depth, not the groups. msgpack can carry it; `restore` takes it."""
+        return {"next_group_id": self._next_group_id, "depth_groups": self._depth.groups, "stats": self._stats.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a `state`; after `attach`, before the first admission."""
+        self._next_group_id = state["next_group_id"]
+        self._depth = self._depth.at(state["depth_groups"])
+        self._stats = BufferStats(state["stats"])
+
     def metrics(self) -> Metrics:
         """What happened since the last call, and the gauges as they stand."""
         ready = sum(slot.state is SlotState.READY for slot in self._slots.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from asyncrl.accounting import Count
 from asyncrl.buffer.staleness import rollout_staleness, token_staleness
@@ -14,11 +15,16 @@ from asyncrl.types import Batch, Rollout
 class BufferStats:
     """Collects between two calls of `drain`. Length bias and histogram are over the whole run."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        """Empty, or going on from a `state`."""
         self._bag = Metrics()
-        self._trained = Count()
-        self._decided = Count()
-        self._histogram: Counter[int] = Counter()
+        self._trained = Count(*state["trained"]) if state else Count()
+        self._decided = Count(*state["decided"]) if state else Count()
+        self._histogram: Counter[int] = Counter(state["histogram"]) if state else Counter()
+
+    def state(self) -> dict[str, Any]:
+        """What is over the whole run."""
+        return {"trained": list(self._trained), "decided": list(self._decided), "histogram": dict(self._histogram)}
 
     @property
     def staleness_tokens(self) -> Mapping[int, int]:

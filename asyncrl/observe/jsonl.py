@@ -17,7 +17,7 @@ class JsonlWriter:
     """Appends objects to a file, flushed line by line. NaN and infinity become null, NumPy scalars numbers, at any depth."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one object."""
@@ -34,6 +34,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def cut_jsonl(path: Path, *, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Leave the rows to keep in the file, and give them. A last line that was not finished goes; a missing file has no rows.
+
+    The file is replaced as a whole: who reads it meanwhile sees the old rows or the new ones.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [(line, row) for line in lines if (row := _parsed(line)) is not None and keep(row)]
+    if len(kept) < len(lines):
+        place = path.with_name(f".{path.name}.cut")
+        place.write_text("".join(f"{line}\n" for line, _ in kept), encoding="utf-8")
+        place.replace(path)
+    return [row for _, row in kept]
+
+
 def rollout_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
     """Rows that show each rollout of a group token by token: text, tokens, logprobs, versions, mask, reward, status, error."""
     return [{"step": step, "prompt_id": group.prompt.prompt_id, "group_id": group.group_id, "index": rollout.index,
@@ -42,6 +56,13 @@ def rollout_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]
              "rollout_logprobs": [round(float(value), 6) for value in sequence.rollout_logprobs],
              "policy_versions": sequence.policy_versions.tolist()}
             for rollout in group.rollouts for sequence in rollout.sequences]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _plain(value: Any) -> Any:

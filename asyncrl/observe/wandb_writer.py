@@ -25,13 +25,13 @@ def require_wandb() -> None:
 
 
 class WandbWriter:
-    """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`.
+    """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`. The run of a known id goes on.
 
     Everything but the import happens in the thread, the start of the run included. Offline when no key is set. `dropped` counts the
     rows that were not written, `error` is the newest reason. Raises ConfigError when wandb is not installed.
     """
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Any], folder: Path, capacity_rows: int = 1000) -> None:
+    def __init__(self, *, project: str, name: str, run_id: str, config: Mapping[str, Any], folder: Path, capacity_rows: int = 1000) -> None:
         require_wandb()
         import wandb
 
@@ -39,7 +39,8 @@ class WandbWriter:
         self._wandb = wandb
         self._handed_over = self._written = 0
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=capacity_rows)
-        settings = {"project": project, "name": name, "config": dict(config), "dir": str(folder), "mode": _mode()}
+        settings = {"project": project, "name": name, "id": run_id, "resume": "allow", "config": dict(config), "dir": str(folder),
+                    "mode": _mode()}
         self._thread = threading.Thread(target=self._write_all, args=(settings,), name="wandb", daemon=True)
         self._thread.start()
 

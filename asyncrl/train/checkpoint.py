@@ -1,98 +1,88 @@
-"""Trainer state in and out of safetensors files: each rank writes what it holds, and reads what it needs from whoever wrote it.
+"""Trainer state in and out of PyTorch's distributed checkpoint format, as safetensors. Each rank writes what it holds, and waits for none.
 
-A tensor is keyed `NAME@START`: a run of its elements in flat order, from START; the metadata have the shapes of the whole ones.
-So any number of ranks can load what any other number saved, bit for bit.
+Every file says which part of each tensor it has (`DCP_SHARDING_INFO` in its header), so any number of ranks loads what any other
+number saved, bit for bit, and so does `torch.distributed.checkpoint.load` with a `HuggingFaceStorageReader` elsewhere.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import CheckpointError, NonFiniteError
-from asyncrl.train.parallel import flat_span
+from asyncrl.train.checkpoint_store import SavedFile, rank_file
+from asyncrl.train.parallel import local
 
-_SHAPES = "shapes"
 
+@torch.no_grad()
+def stage(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
+    """A copy of this rank's share of every tensor, in CPU memory; what all ranks hold alike is the lowest rank's.
 
-def save_shards(tensors: Mapping[str, Tensor], path: Path, *, rank: int) -> None:
-    """Write this rank's share of every tensor and sync it; what all ranks hold alike is the lowest rank's.
-
-    Raises NonFiniteError for a NaN or an infinity, CheckpointError for a file that cannot be written, leaving none.
+    Raises NonFiniteError for a NaN or an infinity.
     """
-    shares: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        start, flat = flat_span(tensor)
-        if flat.is_floating_point() and not bool(torch.isfinite(flat).all()):
+        share = local(tensor).detach()
+        if share.is_floating_point() and not bool(torch.isfinite(share).all()):
             raise NonFiniteError(f"{name} holds a value that is not finite; it is not saved")
-        if len(flat) and (rank == 0 or isinstance(tensor, DTensor)):
-            shares[f"{name}@{start}"] = flat.cpu()
-    shapes = json.dumps({name: list(tensor.shape) for name, tensor in tensors.items()})
+        if share.numel() and (rank == 0 or isinstance(tensor, DTensor)):
+            copies[name] = tensor.detach().to("cpu", copy=True)
+    return copies
+
+
+def write(staged: Mapping[str, Tensor], folder: Path, *, rank: int) -> SavedFile | None:
+    """Write and sync this rank's file of a checkpoint. None when the rank holds nothing.
+
+    Plans alone, without collectives: it may run in a thread beside the next step. Raises CheckpointError, leaving no file.
+    """
+    if not staged:
+        return None
+    apart = folder / f".rank-{rank}"
     try:
-        save_file(shares, path, metadata={_SHAPES: shapes})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:
-        path.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        _save_alone(dict(staged), apart)
+        (written,) = apart.glob("*.safetensors")
+        return SavedFile.of(written.rename(folder / rank_file(rank)))
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise CheckpointError(f"{folder / rank_file(rank)} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(apart, ignore_errors=True)
 
 
-def load_shards(tensors: Mapping[str, Tensor], paths: list[Path]) -> None:
-    """Fill this rank's share of every tensor, in place.
+def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill this rank's share of every tensor, in place, from the files of a checkpoint.
 
     Raises CheckpointError, on every rank alike and before anything is written, unless the files hold each element of each tensor
     once and nothing else.
     """
-    _check_whole(tensors, paths)
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                name, start = _parse(key)
-                _copy_overlap(tensors[name], file.get_slice(key), start)
+    reader = HuggingFaceStorageReader(str(folder))
+    _require_whole(tensors, reader, folder)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
-def _check_whole(tensors: Mapping[str, Tensor], paths: list[Path]) -> None:
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in tensors}
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            shapes = json.loads(file.metadata()[_SHAPES])
-            for key in file.keys():  # noqa: SIM118
-                name, start = _parse(key)
-                if name not in tensors:
-                    raise CheckpointError(f"{path} holds {name}, which this model does not have")
-                if shapes[name] != list(tensors[name].shape):
-                    raise CheckpointError(f"{path} holds {name} of shape {shapes[name]}, this model has {list(tensors[name].shape)}")
-                spans[name].append((start, start + file.get_slice(key).get_shape()[0]))
-    wrong = [name for name, tensor in tensors.items() if not _tile(sorted(spans[name]), tensor.numel())]
+def _save_alone(staged: dict[str, Tensor], folder: Path) -> None:
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    dcp.save(staged, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), use_collectives=False)
+
+
+def _require_whole(tensors: Mapping[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:
+    stored = reader.read_metadata().state_dict_metadata
+    for name, found in stored.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder} holds {name}, which this model does not have")
+        if found.size != tensors[name].shape:
+            raise CheckpointError(f"{folder} holds {name} of shape {list(found.size)}, this model has {list(tensors[name].shape)}")
+    held = {name: sum(chunk.sizes.numel() for chunk in found.chunks) for name, found in stored.items()}
+    wrong = [name for name, tensor in tensors.items() if held.get(name, 0) != tensor.numel()]
     if wrong:
-        raise CheckpointError(f"{paths[0].parent} lacks elements of {wrong[0]} ({len(wrong)} tensors are incomplete)")
-
-
-def _tile(spans: list[tuple[int, int]], count: int) -> bool:
-    """Whether spans in order cover [0, count) without a gap or an overlap."""
-    edges = [0, *(edge for span in spans for edge in span), count]
-    return edges[::2] == edges[1::2]
-
-
-def _parse(key: str) -> tuple[str, int]:
-    name, _, start = key.rpartition("@")
-    return name, int(start)
-
-
-@torch.no_grad()
-def _copy_overlap(tensor: Tensor, stored: Any, stored_start: int) -> None:
-    """Copy the elements both sides have."""
-    start, flat = flat_span(tensor)
-    low = max(start, stored_start)
-    high = min(start + len(flat), stored_start + stored.get_shape()[0])
-    if low < high:
-        flat[low - start:high - start] = stored[low - stored_start:high - stored_start].to(flat.device)
+        raise CheckpointError(f"{folder} lacks elements of {wrong[0]}, or has some twice ({len(wrong)} tensors are not whole)")

@@ -1,6 +1,7 @@
 """Which checkpoints are whole: they get their name when they are, and are verified before use. Needs no torch.
 
     ROOT/step-00000020/rank-00000.safetensors …      what each rank holds
+    ROOT/step-00000020/state.msgpack                 what the run around the trainer needs to go on
     ROOT/step-00000020/manifest.json                 sizes, checksums, counters
     ROOT/.step-00000040.unfinished/…                 being written
 
@@ -25,6 +26,7 @@ import xxhash
 from asyncrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+STATE = "state.msgpack"
 _RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
 
 
@@ -53,6 +55,7 @@ class CheckpointManifest:
     updates: int
     """Optimizer updates behind them, AdamW's step count."""
     run_epoch: int
+    """How often the run was begun or resumed before; of two checkpoints the one with the larger epoch is the newer."""
     files: tuple[SavedFile, ...]
 
 
@@ -68,7 +71,7 @@ def begin(folder: Path) -> Path:
     """
     if folder.exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else [folder.name]
-        foreign = [name for name in names if name != MANIFEST and not _RANK_FILE.fullmatch(name)]
+        foreign = [name for name in names if name not in (MANIFEST, STATE) and not _RANK_FILE.fullmatch(name)]
         if foreign:
             raise CheckpointError(f"{folder} is not a checkpoint, it has {foreign[0]}: one does not replace it")
     place = _beside(folder, "unfinished")
@@ -77,19 +80,17 @@ def begin(folder: Path) -> Path:
     return place
 
 
-def commit(folder: Path, *, names: Sequence[str], version: int, updates: int, run_epoch: int) -> None:
-    """Make what the ranks wrote, files of these names, the checkpoint at `folder`; an older one there goes only then."""
+def commit(folder: Path, *, files: Sequence[SavedFile], version: int, updates: int, run_epoch: int, state: bytes = b"") -> None:
+    """Make what the ranks wrote, and `state`, the checkpoint at `folder`; an older one there goes only then."""
     place, replaced = _beside(folder, "unfinished"), _beside(folder, "replaced")
-    manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch,
-                                  files=tuple(SavedFile.of(place / name) for name in names))
-    with (place / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(manifest), file, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    _write_synced(place / STATE, state)
+    manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch, files=(*files, SavedFile.of(place / STATE)))
+    _write_synced(place / MANIFEST, json.dumps(dataclasses.asdict(manifest), sort_keys=True).encode())
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.resolve().rename(replaced)
     place.rename(folder.resolve())
+    _sync_folder(folder.resolve().parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -100,20 +101,37 @@ def abandon(folder: Path) -> None:
 
 def verified(folder: Path) -> CheckpointManifest:
     """The manifest of a whole checkpoint. Raises CheckpointError, naming what is missing or damaged."""
-    try:
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        manifest = CheckpointManifest(**(raw | {"files": tuple(SavedFile(**file) for file in raw["files"])}))
-        for file in manifest.files:
-            if SavedFile.of(folder / file.name) != file:
-                raise CheckpointError(f"checkpoint {folder}: {file.name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {folder} is not whole: {error}") from error
+    manifest = _manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"checkpoint {folder} is not whole: it has no manifest that can be read")
+    for file in manifest.files:
+        try:
+            found = SavedFile.of(folder / file.name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {folder} is not whole: {error}") from error
+        if found != file:
+            raise CheckpointError(f"checkpoint {folder}: {file.name} is not what was written")
     return manifest
+
+
+def read_state(folder: Path) -> bytes:
+    """What the run around the trainer had saved; empty when there was none."""
+    return (folder / STATE).read_bytes()
+
+
+def listed(root: Path) -> list[Path]:
+    """Checkpoints under `root` that have a manifest, oldest first: by run epoch, then by version. Their files are not looked at."""
+    found = [(manifest.run_epoch, manifest.version, folder) for folder in root.glob("step-*")
+             if (manifest := _manifest(folder)) is not None]
+    return [folder for _, _, folder in sorted(found)]
 
 
 def newest(root: Path) -> Path | None:
     """The newest whole checkpoint under `root`, None without any. Warns about each newer one that is not whole."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    without = sorted(folder for folder in root.glob("step-*") if _manifest(folder) is None)
+    for folder in without:
+        warnings.warn(f"passed over: checkpoint {folder} has no whole manifest", stacklevel=2)
+    for folder in reversed(listed(root)):
         try:
             verified(folder)
         except CheckpointError as error:
@@ -137,3 +155,27 @@ def rank_file(rank: int) -> str:
 def _beside(folder: Path, state: str) -> Path:
     whole = folder.resolve()
     return whole.with_name(f".{whole.name}.{state}")
+
+
+def _manifest(folder: Path) -> CheckpointManifest | None:
+    """What the folder says it holds; None when that cannot be read."""
+    try:
+        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return CheckpointManifest(**(raw | {"files": tuple(SavedFile(**file) for file in raw["files"])}))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

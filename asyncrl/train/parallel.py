@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.train.model import Policy
 
@@ -78,15 +77,6 @@ def shard(policy: Policy, ranks: Ranks, *, compute_dtype: Literal["float32", "bf
 def local(tensor: Tensor) -> Tensor:
     """This rank's share of a tensor; the tensor itself when it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def flat_span(tensor: Tensor) -> tuple[int, Tensor]:
-    """Flat index in the whole tensor of the first element this rank holds, and what it holds, [n], sharing memory."""
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.detach().view(-1)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    row = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
-    return offset[0] * row, tensor.to_local().detach().view(-1)
 
 
 def whole(tensor: Tensor) -> Tensor:

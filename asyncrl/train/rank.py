@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import numpy as np
 import torch
 
 from asyncrl.channel import Channel, Reply, Request, serve_calls
+from asyncrl.train import checkpoint
 from asyncrl.train.batch import PackedBatch
-from asyncrl.train.checkpoint import load_shards, save_shards
-from asyncrl.train.checkpoint_store import rank_file
+from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.export import export_folder
 from asyncrl.train.microbatch import build, layout
@@ -41,11 +43,13 @@ class RankTrainer:
         optimizer = Optimizer(dict(policy.lm.named_parameters()), config=spec.config.trainer, ranks=self._ranks)
         self._trainee = Trainee(policy=policy, optimizer=optimizer, ranks=self._ranks, config=spec.config)
         self._publisher = self._new_publisher()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[SavedFile | None] | None = None
 
     def handlers(self) -> dict[str, Any]:
         """Operation by name, as `serve_calls` takes them."""
         return {"step": self.step, "score": self.score, "publish": self.publish, "committed": self.committed, "adopt": self.adopt,
-                "save": self.save, "restore": self.restore, "export": self.export}
+                "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export}
 
     def step(self, request: Request) -> Mapping[str, Any]:
         """Train on the batch in file `path`."""
@@ -86,14 +90,22 @@ class RankTrainer:
         return {"hash_share": self._publisher.adopt(self._bits(), version=request.body["version"])}
 
     def save(self, request: Request) -> Mapping[str, Any]:
-        """Write this rank's file of a checkpoint into `folder`."""
-        name = rank_file(self._spec.rank)
-        save_shards(self._tensors(), Path(request.body["folder"]) / name, rank=self._spec.rank)
-        return {"name": name, "updates": self._trainee.optimizer.updates}
+        """Copy this rank's state and begin to write it into `folder`, in a thread; `saved` gives the file. An older write is forgotten."""
+        staged = checkpoint.stage(self._tensors(), rank=self._spec.rank)
+        self._saving = self._writer.submit(checkpoint.write, staged, Path(request.body["folder"]), rank=self._spec.rank)
+        return {"updates": self._trainee.optimizer.updates}
+
+    def saved(self, request: Request) -> Mapping[str, Any]:
+        """Whether the write is done, and its file, None for a rank that holds nothing; `wait` waits for it. Raises CheckpointError."""
+        assert self._saving is not None, "save() comes first"
+        if not request.body["wait"] and not self._saving.done():
+            return {"done": False}
+        file = self._saving.result()
+        return {"done": True, "file": None if file is None else dataclasses.asdict(file)}
 
     def restore(self, request: Request) -> None:
-        """Load weights and optimizer from the `files` of a checkpoint, whatever number of ranks wrote it."""
-        load_shards(self._tensors(), [Path(file) for file in request.body["files"]])
+        """Load weights and optimizer from the checkpoint in `folder`, whatever number of ranks wrote it."""
+        checkpoint.load(self._tensors(), Path(request.body["folder"]))
         self._trainee.optimizer.updates = request.body["updates"]
         self._publisher = self._new_publisher()
 
@@ -102,7 +114,8 @@ class RankTrainer:
         export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Finish what is being written, leave the process group."""
+        self._writer.shutdown()
         self._ranks.close()
 
     def _new_publisher(self) -> Publisher:

@@ -2,6 +2,9 @@
 
 A dead rank costs time, not results. Batch files are kept from the newest checkpoint on; when a rank dies all are started
 anew, load that checkpoint, and train the kept batches again in order: on the same machine with the same ranks bit for bit.
+
+Checkpoints are written beside the steps: `checkpoint` returns once the ranks hold a copy of their state, a later call finds
+the files written and makes the checkpoint whole. Until then the one before it is the newest.
 """
 
 from __future__ import annotations
@@ -22,17 +25,15 @@ from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
 from asyncrl.train.batch import offsets, pack
-from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
+from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.config import CorrectionConfig, validated
+from asyncrl.train.history import History, Saving, restore_request
 from asyncrl.train.publication import Publication
 from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.types import Batch, Sequence
 from asyncrl.weights.config import WeightsConfig
 from asyncrl.weights.manifest import Manifest
-
-KEPT_CHECKPOINTS = 2
-"""The newest, and the one before it in case the newest is damaged on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class Trainer:
         self.model = model_folder(model)
         self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss})
         self.version = 0
-        self._base: Path | None = None
-        self._log: list[Path] = []
-        self._checkpoints: list[Path] = []
+        self._history = History()
+        self._saving: Saving | None = None
+        self._checkpointed = 0
         self._starts = self._restarts_in_row = self._nonfinite_in_row = 0
         self._since_last_step = Metrics()
         self._ranks: RankGroup | None = None
@@ -86,6 +87,12 @@ class Trainer:
         """Of the next step."""
         return self.config.trainer.learning_rate * self.config.trainer.schedule.factor(self.version)
 
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether `checkpoint_every_steps` asks for one of this version."""
+        every = self.config.trainer.checkpoint_every_steps
+        return every is not None and self.version % every == 0 and self.version != self._checkpointed
+
     async def start(self, paths: RunPaths, *, weights: WeightsConfig | None = None) -> None:
         """Bring the ranks up with the initial model. Raises ConfigError, ChildDied or TimeoutError, leaving no process."""
         self._paths = paths
@@ -97,7 +104,7 @@ class Trainer:
 
         Raises StalenessError, ShapeError or NonFiniteError for a batch that cannot be trained, RunAborted when too many steps in a row
         had a gradient that is not finite, or too many restarts brought no finished step; CheckpointError when the step is done, and the
-        checkpoint that was due after it cannot be written.
+        checkpoint that was being written beside it cannot be.
         """
         if batch.version != self.version:
             raise StalenessError(f"the batch was made to be trained from version {batch.version}, the trainer is at {self.version}")
@@ -112,8 +119,11 @@ class Trainer:
             raise
         self.version += 1
         self._restarts_in_row = 0
-        self._log.append(file)
-        await self._after_step()
+        if self.config.trainer.processes:
+            self._history.trained(self.version, file)
+        else:
+            file.unlink()
+        await self._settle(wait=False)
         return self._result(reply, sampled_tokens=packed.num_sampled_tokens)
 
     async def score(self, sequences: SequenceOf[Sequence], *, temperature: float | SequenceOf[float] = 1.0) -> list[NDArray[np.float32]]:
@@ -146,33 +156,57 @@ class Trainer:
         """Published versions below this one are no longer needed by any engine; their files go."""
         self._publication.retain(oldest_version)
 
-    async def save(self, path: str | Path) -> None:
-        """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
-        await self._save(Path(path))
+    async def checkpoint(self, state: bytes = b"") -> None:
+        """Begin a checkpoint in the run's folder. Waits until the ranks hold a copy of their state, and for an earlier one to be whole.
 
-    async def restore(self, path: str | Path) -> None:
-        """Load a checkpoint folder, or the newest whole one under `path`, saved by any number of ranks. Raises CheckpointError.
+        `state` is what the run around the trainer wants back. Of those made here the newest two are kept. Raises NonFiniteError or,
+        of this one or an earlier, CheckpointError.
+        """
+        await self._settle(wait=True)
+        self._checkpointed = self.version
+        await self._begin_saving(checkpoint_folder(self._paths.checkpoints, self.version), state)
+
+    async def settle(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is whole. Raises CheckpointError."""
+        await self._settle(wait=True)
+
+    async def save(self, path: str | Path, state: bytes = b"") -> None:
+        """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
+        await self._settle(wait=True)
+        is_whole = False
+        while not is_whole:
+            await self._begin_saving(Path(path), state)
+            is_whole = await self._settle(wait=True)
+
+    async def restore(self, path: str | Path) -> bytes:
+        """Load a checkpoint folder, or the newest whole one under `path`, saved by any number of ranks. Returns the `state` saved with it.
 
         Engines may hold versions that will be made again: a new run epoch begins, and the next publication is an anchor.
+        Raises CheckpointError.
         """
         folder = Path(path)
         found = folder if (folder / checkpoint_store.MANIFEST).exists() else checkpoint_store.newest(folder)
         if found is None:
             raise CheckpointError(f"there is no whole checkpoint under {folder}")
         manifest = checkpoint_store.verified(found)
-        await self._call("restore", _restore_request(found, manifest))
-        self._base, self.version = found, manifest.version
-        self._forget_log()
+        await self._settle(wait=True)
+        await self._call("restore", restore_request(found, manifest))
+        self._history.forget(self.version)
+        self._history.rebase(found, manifest.version)
+        self._history.take_over(checkpoint_store.listed(self._paths.checkpoints))
+        self.version = self._checkpointed = manifest.version
         self._publication.restart(run_epoch=max(manifest.run_epoch, self._publication.run_epoch) + 1)
+        return checkpoint_store.read_state(found)
 
     async def export(self, path: str | Path) -> None:
         """Write a Hugging Face folder of the current weights. Raises NonFiniteError."""
         await self._call("export", {"folder": str(path)})
 
     async def close(self) -> None:
-        """End every rank; safe to call twice, and before `start`."""
+        """End every rank; a checkpoint that is not whole by then is given up. Safe to call twice, and before `start`."""
         if self._ranks is not None:
             await self._ranks.close()
+        self._give_up_saving()
 
     async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
         """An operation on every rank, done again after a recovery when one died."""
@@ -222,6 +256,7 @@ class Trainer:
     async def _kill_ranks(self) -> None:
         if self._ranks is not None:
             await self._ranks.kill()
+        self._give_up_saving()
 
     async def _redo(self) -> None:
         """Load the newest checkpoint (fresh ranks hold the initial model) and train the kept batches again, up to `version`.
@@ -230,55 +265,64 @@ class Trainer:
         """
         self._publication.lose_snapshot()
         version = 0
-        if self._base is not None:
-            manifest = checkpoint_store.verified(self._base)
-            await self._on_ranks("restore", _restore_request(self._base, manifest))
+        base, batches = self._history.base, self._history.batches
+        if base is not None:
+            manifest = checkpoint_store.verified(base)
+            await self._on_ranks("restore", restore_request(base, manifest))
             version = manifest.version
         await self._adopt_when_published(version)
-        for made, file in enumerate(self._log, start=version + 1):
+        for made, file in enumerate(batches, start=version + 1):
             await self._on_ranks("step", {"path": str(file)})
             await self._adopt_when_published(made)
-        self._since_last_step.sum("train/redone_steps/sum", len(self._log))
+        self._since_last_step.sum("train/redone_steps/sum", len(batches))
 
     async def _adopt_when_published(self, version: int) -> None:
         if self._publication.last_version == version:
             replies = await self._on_ranks("adopt", {"version": version})
             self._publication.adopt([reply.body["hash_share"] for reply in replies])
 
-    async def _after_step(self) -> None:
-        every = self.config.trainer.checkpoint_every_steps
-        if every and self.version % every == 0:
-            folder = checkpoint_folder(self._paths.checkpoints, self.version)
-            await self._save(folder)
-            self._base = folder
-            self._forget_log()
-            self._checkpoints = [*(kept for kept in self._checkpoints if kept != folder), folder]
-            while len(self._checkpoints) > KEPT_CHECKPOINTS:
-                checkpoint_store.remove(self._checkpoints.pop(0))
-        if not self.config.trainer.processes:
-            self._forget_log()
-
-    def _forget_log(self) -> None:
-        for file in self._log:
-            file.unlink(missing_ok=True)
-        self._log.clear()
-
-    def _is_base(self, folder: Path) -> bool:
-        return self._base is not None and self._base.resolve() == folder.resolve()
-
-    async def _save(self, folder: Path) -> None:
+    async def _begin_saving(self, folder: Path, state: bytes) -> None:
         try:
             place = checkpoint_store.begin(folder)
-            replies = [reply.body for reply in await self._call("save", {"folder": str(place)})]
-            checkpoint_store.commit(folder, names=[reply["name"] for reply in replies], version=self.version,
-                                    updates=replies[0]["updates"], run_epoch=self._publication.run_epoch)
-            if self._is_base(folder):
-                self._forget_log()
+            replies = await self._call("save", {"folder": str(place)})
         except BaseException as error:
             checkpoint_store.abandon(folder)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
-            raise
+            raise _as_checkpoint_error(error, folder) from error
+        self._saving = Saving(folder, version=self.version, updates=replies[0].body["updates"], run_epoch=self._publication.run_epoch,
+                              state=state)
+
+    async def _settle(self, *, wait: bool) -> bool:
+        """Make the checkpoint whole that is being written, once it is; whether one became whole."""
+        if self._saving is None:
+            return False
+        saving = self._saving
+        try:
+            replies = [reply.body for reply in await self._on_ranks("saved", {"wait": wait})]
+            if not all(reply["done"] for reply in replies):
+                return False
+            saving.commit(replies)
+        except ChildDied as death:
+            await self._recover(death)
+            return False
+        except BaseException as error:
+            self._give_up_saving()
+            raise _as_checkpoint_error(error, saving.folder) from error
+        self._saving = None
+        self._history_holds(saving)
+        return True
+
+    def _history_holds(self, saving: Saving) -> None:
+        automatic = saving.folder == checkpoint_folder(self._paths.checkpoints, saving.version)
+        if automatic or self._history.is_base(saving.folder):
+            self._history.rebase(saving.folder, saving.version)
+        if automatic:
+            self._history.keep(saving.folder)
+
+    def _give_up_saving(self) -> None:
+        if self._saving is not None:
+            checkpoint_store.abandon(self._saving.folder)
+            self._saving = None
+            self._since_last_step.sum("train/lost_checkpoints/sum", 1)
 
     def _result(self, reply: Any, *, sampled_tokens: int) -> StepResult:
         metrics, self._since_last_step = self._since_last_step, Metrics()
@@ -295,5 +339,6 @@ class Trainer:
                           masked_tokens=sampled_tokens - reply["trained_tokens"])
 
 
-def _restore_request(folder: Path, manifest: CheckpointManifest) -> dict[str, Any]:
-    return {"files": [str(folder.resolve() / file.name) for file in manifest.files], "updates": manifest.updates}
+def _as_checkpoint_error(error: BaseException, folder: Path) -> BaseException:
+    """What a full or broken disk did, by our name."""
+    return CheckpointError(f"checkpoint {folder} cannot be written: {error}") if isinstance(error, OSError) else error

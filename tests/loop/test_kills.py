@@ -14,10 +14,11 @@ import pytest
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import ChildDied, RunAborted
-from asyncrl.loop import Run, RunOptions
+from asyncrl.loop import Run
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.transformers_engine import TransformersEngine
+from asyncrl.run_options import RunOptions
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig

@@ -11,12 +11,14 @@ import pytest
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.errors import ConfigError, RunAborted
-from asyncrl.loop import Run, RunOptions, StepReport
+from asyncrl.loop import Run
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.fake_engine import FakeEngine
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.task_config import ProbeConfig
+from asyncrl.run_options import RunOptions
+from asyncrl.step_report import StepReport
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
-from asyncrl.loop import Run, RunOptions, StepReport
+from asyncrl.loop import Run
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.env import SingleTurn
@@ -17,6 +17,8 @@ from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.rollout.task_config import ProbeConfig
+from asyncrl.run_options import RunOptions
+from asyncrl.step_report import StepReport
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Rollout, RolloutGroup, Sampling, SequenceBuilder, Status
 from asyncrl.weights.config import WeightsConfig

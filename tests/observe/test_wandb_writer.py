@@ -53,7 +53,7 @@ def wandb(monkeypatch):
 
 
 def writer(tmp_path, **settings) -> WandbWriter:
-    return WandbWriter(project="p", name="n", config={"a": 1}, folder=tmp_path, **settings)
+    return WandbWriter(project="p", name="n", run_id="r1", config={"a": 1}, folder=tmp_path, **settings)
 
 
 def test_no_row_is_lost_to_a_late_evaluation_or_an_older_step(wandb, tmp_path):
@@ -75,7 +75,8 @@ def test_the_tracker_is_offline_without_a_key(wandb, tmp_path, monkeypatch, envi
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     writer(tmp_path).close()
-    assert wandb.settings == {"project": "p", "name": "n", "config": {"a": 1}, "dir": str(tmp_path), "mode": mode}
+    assert wandb.settings == {"project": "p", "name": "n", "id": "r1", "resume": "allow", "config": {"a": 1}, "dir": str(tmp_path),
+                              "mode": mode}
 
 
 def test_a_row_that_raises_is_counted_and_the_next_one_is_written(wandb, tmp_path):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.channel import Request
 from asyncrl.errors import CheckpointError, NonFiniteError
 from asyncrl.train import checkpoint_store
-from asyncrl.train.checkpoint_store import CheckpointManifest, checkpoint_folder
+from asyncrl.train.checkpoint_store import CheckpointManifest, SavedFile, checkpoint_folder
 from asyncrl.train.rank import RankTrainer
 from tests.tiny_model import make_tiny_model
 from tests.train.train_data import inline_rank, random_batch, step_on
@@ -15,12 +15,13 @@ from tests.train.train_data import inline_rank, random_batch, step_on
 
 def save(rank: RankTrainer, folder: Path, *, version: int) -> None:
     reply = rank.save(Request("save", body={"folder": str(checkpoint_store.begin(folder))}))
-    checkpoint_store.commit(folder, names=[reply["name"]], version=version, updates=reply["updates"], run_epoch=0)
+    saved = rank.saved(Request("saved", body={"wait": True}))
+    checkpoint_store.commit(folder, files=[SavedFile(**saved["file"])], version=version, updates=reply["updates"], run_epoch=0)
 
 
 def restore(rank: RankTrainer, folder: Path) -> CheckpointManifest:
     manifest = checkpoint_store.verified(folder)
-    rank.restore(Request("restore", body={"files": [str(folder / file.name) for file in manifest.files], "updates": manifest.updates}))
+    rank.restore(Request("restore", body={"folder": str(folder), "updates": manifest.updates}))
     return manifest
 
 
@@ -54,6 +55,14 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_warning(damage: st
      "torn manifest": lambda: manifest.write_text(manifest.read_text()[:40])}[damage]()
     with pytest.warns(UserWarning, match="passed over"):
         assert checkpoint_store.newest(tmp_path) == older
+
+
+def test_a_history_that_was_taken_up_again_is_newer_than_the_one_given_up(tmp_path: Path) -> None:
+    for version, run_epoch in ((9, 0), (5, 1)):
+        folder = checkpoint_folder(tmp_path, version)
+        checkpoint_store.begin(folder)
+        checkpoint_store.commit(folder, files=[], version=version, updates=version, run_epoch=run_epoch)
+    assert checkpoint_store.newest(tmp_path) == checkpoint_folder(tmp_path, 5)
 
 
 def test_without_any_whole_checkpoint_there_is_none(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from asyncrl.channel import Request
 from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
+from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch
 from tests.train.train_data import BETA1, batch_of, inline_rank, random_batch, rollout, sequence, step_on
@@ -37,11 +38,9 @@ def with_ranks(model: Path, folder: Path, use: Callable[[Trainer], Awaitable[Non
 
 
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Flat tensors of a checkpoint, put together from all ranks' files."""
-    pieces = sorted((name, int(start), tensor) for file in folder.glob("*.safetensors")
-                    for (name, _, start), tensor in ((key.rpartition("@"), tensor) for key, tensor in load_file(file).items()))
-    names = dict.fromkeys(name for name, _, _ in pieces)
-    return {name: torch.cat([tensor for other, _, tensor in pieces if other == name]) for name in names}
+    """Flat tensors of a checkpoint, put together from all ranks' files: FSDP cuts along the first dimension, in order of the ranks."""
+    pieces = [(name, tensor) for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()]
+    return {name: torch.cat([tensor.view(-1) for other, tensor in pieces if other == name]) for name, _ in pieces}
 
 
 async def killed_mid_step(trainer: Trainer, batch: Batch) -> StepResult:
@@ -123,13 +122,14 @@ def check_first_step_against_one_rank(model: Path, folder: Path) -> None:
 
 def check_one_rank_loads_what_two_saved(model: Path, folder: Path) -> None:
     manifest = checkpoint_store.verified(folder / "recovered")
-    assert (manifest.version, manifest.updates, len(manifest.files)) == (3, 3, 2)
+    assert (manifest.version, manifest.updates, len(manifest.files)) == (3, 3, 3)
     alone = inline_rank(model, folder / "store")
-    alone.restore(Request("restore", body={"files": [str(folder / "recovered" / file.name) for file in manifest.files], "updates": 3}))
+    alone.restore(Request("restore", body={"folder": str(folder / "recovered"), "updates": 3}))
     two = whole_tensors(folder / "recovered")
     assert all(torch.equal(two[name], tensor.detach().view(-1)) for name, tensor in alone._tensors().items())
     reply = alone.save(Request("save", body={"folder": str(checkpoint_store.begin(folder / "alone"))}))
-    checkpoint_store.commit(folder / "alone", names=[reply["name"]], version=3, updates=reply["updates"], run_epoch=0)
+    saved = alone.saved(Request("saved", body={"wait": True}))
+    checkpoint_store.commit(folder / "alone", files=[SavedFile(**saved["file"])], version=3, updates=reply["updates"], run_epoch=0)
     one = whole_tensors(folder / "alone")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

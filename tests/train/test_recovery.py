@@ -67,6 +67,7 @@ class MortalRank(InlineRank):
 
     async def kill(self) -> None:
         self._dead = True
+        self._rank._writer.shutdown()
 
 
 def with_mortal_rank(model: Path, folder: Path, fate: Fate, use: Callable[[Trainer], Awaitable[T]], monkeypatch: pytest.MonkeyPatch,
@@ -94,7 +95,10 @@ def run_script(model: Path, folder: Path, fate: Fate, monkeypatch: pytest.Monkey
         for version in range(3):
             result = await trainer.step(random_batch(version, version=version))
             assert result.version == version + 1
+            if trainer.checkpoint_due:
+                await trainer.checkpoint()
             await trainer.score([sequence([2, 3], [4])])
+            await trainer.settle()
             if trainer.version % publish_every_steps == 0:
                 manifests.append(await trainer.publish())
         if manifests[-1].version != trainer.version:
@@ -104,7 +108,7 @@ def run_script(model: Path, folder: Path, fate: Fate, monkeypatch: pytest.Monkey
     return with_mortal_rank(model, folder, fate, use, monkeypatch, **settings)
 
 
-UNDISTURBED = ["publish", "committed", "step", "score", "publish", "committed", "step", "save", "score", "publish", "committed",
+UNDISTURBED = ["publish", "committed", "step", "score", "publish", "committed", "step", "save", "score", "saved", "publish", "committed",
                "step", "score", "publish", "committed"]
 
 
@@ -158,9 +162,9 @@ def test_a_death_while_restoring_is_recovered_from(when: str, tiny: Path, tmp_pa
         assert trainer.version == 1
         return published, await trainer.publish()
 
-    fate = Fate(deaths={5: when})
+    fate = Fate(deaths={6: when})
     published, again = with_mortal_rank(tiny, tmp_path, fate, use, monkeypatch, checkpoint_every_steps=None)
-    assert fate.calls[5] == "restore"
+    assert fate.calls[6] == "restore"
     assert (again.version, again.base, again.run_epoch, again.state_hash) == (1, None, 1, published.state_hash)
 
 
@@ -168,43 +172,48 @@ def test_ranks_that_cannot_be_brought_to_their_version_do_nothing_else(tiny: Pat
     """The newest checkpoint is damaged: fresh ranks hold the initial model, which must not pass for the trained one."""
     async def use(trainer: Trainer) -> None:
         await trainer.step(random_batch(0))
+        await trainer.checkpoint()
+        await trainer.settle()
         (tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000.safetensors").write_bytes(b"")
         for _ in range(2):
             with pytest.raises(CheckpointError, match="is not what was written"):
                 await trainer.export(tmp_path / "export")
 
-    with_mortal_rank(tiny, tmp_path, Fate(deaths={2: "before"}), use, monkeypatch, checkpoint_every_steps=1)
+    with_mortal_rank(tiny, tmp_path, Fate(deaths={3: "before"}), use, monkeypatch, checkpoint_every_steps=1)
 
 
 def test_saving_over_the_checkpoint_that_recovery_starts_from(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(trainer: Trainer) -> Manifest:
         for version in range(3):
             await trainer.step(random_batch(version, version=version))
+            if trainer.checkpoint_due:
+                await trainer.checkpoint()
+                await trainer.settle()
         await trainer.save(tmp_path / "run" / "checkpoints" / "step-00000002")
         return await trainer.publish()
 
     expected = run_script(tiny, tmp_path / "undisturbed", Fate(), monkeypatch)
-    fate = Fate(deaths={5: "before"})
+    fate = Fate(deaths={7: "before"})
     assert with_mortal_rank(tiny, tmp_path, fate, use, monkeypatch).state_hash == expected[-1].state_hash
-    assert fate.calls[4:] == ["save", "publish", "restore", "publish", "committed"]
+    assert fate.calls[5:] == ["save", "saved", "publish", "restore", "publish", "committed"]
 
 
 def test_a_death_while_recovering_is_recovered_from(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run_script(tiny, tmp_path / "undisturbed", Fate(), monkeypatch)
     # the third step dies, then the restore of the checkpoint, then the adoption
-    fate = Fate(deaths={11: "after", 12: "before", 14: "after"})
+    fate = Fate(deaths={12: "after", 13: "before", 15: "after"})
     assert run_script(tiny, tmp_path / "disturbed", fate, monkeypatch)[-1].state_hash == expected[-1].state_hash
-    assert fate.calls[11:17] == ["step", "restore", "restore", "adopt", "restore", "adopt"]
+    assert fate.calls[12:18] == ["step", "restore", "restore", "adopt", "restore", "adopt"]
 
 
 def test_deltas_go_on_after_a_recovery_that_proves_its_weights(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_script(tiny, tmp_path, Fate(deaths={11: "after"}), monkeypatch)
+    found = run_script(tiny, tmp_path, Fate(deaths={12: "after"}), monkeypatch)
     assert [manifest.base for manifest in found] == [None, 0, 1, 2]
 
 
 def test_a_published_version_older_than_the_checkpoint_is_followed_by_an_anchor(tiny: Path, tmp_path: Path,
                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_script(tiny, tmp_path, Fate(deaths={8: "before"}), monkeypatch)
+    found = run_script(tiny, tmp_path, Fate(deaths={10: "before"}), monkeypatch)
     assert [manifest.base for manifest in found] == [None, 0, None, 2]
     assert found[-1].run_epoch == 0
 
@@ -220,3 +229,23 @@ def test_a_rank_that_keeps_dying_ends_the_run_with_the_reason(tiny: Path, tmp_pa
     with pytest.raises(RunAborted, match=r"max_restarts = 2.*killed by signal 9"):
         run_script(tiny, tmp_path, fate, monkeypatch, max_restarts=2)
     assert fate.starts == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_death_beside_a_checkpoint_costs_that_checkpoint_and_no_step(when: str, tiny: Path, tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(trainer: Trainer) -> int:
+        await trainer.step(random_batch(0))
+        await trainer.checkpoint()
+        result = await trainer.step(random_batch(1, version=1))
+        await trainer.settle()
+        metrics = result.metrics.result()
+        assert (metrics["train/restarts/sum"], metrics["train/lost_checkpoints/sum"]) == (1, 1)
+        assert not list((tmp_path / "run" / "checkpoints").iterdir())
+        await trainer.save(tmp_path / "saved")
+        return (await trainer.publish()).state_hash
+
+    undisturbed = run_script(tiny, tmp_path / "undisturbed", Fate(), monkeypatch)
+    number = {"before": 2, "after": 3}[when]
+    state_hash = with_mortal_rank(tiny, tmp_path, Fate(deaths={number: when}), use, monkeypatch, checkpoint_every_steps=1)
+    assert state_hash == undisturbed[2].state_hash

@@ -158,6 +158,9 @@ def test_checkpoints_come_at_their_interval_and_the_oldest_go(tiny: Path, tmp_pa
     async def use(trainer: Trainer) -> None:
         for version in range(7):
             await trainer.step(random_batch(version, version=version))
+            if trainer.checkpoint_due:
+                await trainer.checkpoint()
+        await trainer.settle()
         assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
         assert not list((tmp_path / "shared" / "batches").iterdir())
         await trainer.restore(tmp_path / "run" / "checkpoints")

@@ -1,0 +1,59 @@
+"""Ctrl-C and SIGTERM: the first is a request, the second is final."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from types import FrameType
+from typing import Any
+
+from asyncrl.paths import remove_shared_folders
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """What was run ended because a signal asked it to."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+
+
+def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in an event loop of its own, in the main thread. Raises Interrupted when a signal ended it.
+
+    The first signal cancels `work`, which may take its time to end well. A second one ends the process at once: children die with
+    it, its shared memory is freed, the exit code is 128 + the signal's number.
+    """
+    received: list[int] = []
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def on_signal(signum: int, frame: FrameType | None) -> None:
+            if received:
+                remove_shared_folders()
+                os._exit(128 + signum)
+            received.append(signum)
+            # Written past Python's buffers: the signal may have interrupted a print.
+            os.write(sys.__stderr__.fileno(), b"asyncrl: finishing the step and saving; once more ends it at once\n")
+            loop.call_soon_threadsafe(task.cancel)
+
+        before = {signum: signal.signal(signum, on_signal) for signum in _SIGNALS}
+        try:
+            await work
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Interrupted(received[0]) from None

@@ -1,0 +1,37 @@
+"""The settings of a run that belong to none of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.rollout.task_config import ProbeConfig
+from asyncrl.run_state import Resume
+from asyncrl.settings import validated
+from asyncrl.types import Prompt
+from asyncrl.weights.config import WeightsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run needs beyond its parts."""
+
+    name: str = "run"
+    folder: str | Path = "runs"
+    seed: int = 0
+    weights: WeightsConfig | Mapping[str, Any] = field(default_factory=WeightsConfig)
+    """Or its fields as a mapping."""
+    probe: ProbeConfig | Mapping[str, Any] = field(default_factory=ProbeConfig)
+    """Or its fields as a mapping."""
+    error_budget: float = 0.5
+    """Share of the newest 64 rollouts, of all and of each source, that may fail; one more ends the run."""
+    eval_prompts: tuple[Prompt, ...] = ()
+    """Held-out prompts, what `Run.evaluate` asks."""
+    resume: Resume = None
+    """Whether to go on from a checkpoint in the run's folder."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", validated(WeightsConfig, self.weights, name="weights"))
+        object.__setattr__(self, "probe", validated(ProbeConfig, self.probe, name="probe"))
