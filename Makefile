@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/asyncrl train recipes/arithmetic/quickstart.yaml
+	$(BIN)/asyncrl train arithmetic/quickstart
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest

@@ -15,6 +15,7 @@ from asyncrl.config import RunConfig, dump_config, load_config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import Console, open_console
+from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
 from asyncrl.run_state import Resume
 from asyncrl.training import check_environment, processes_of, train
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = load_config(options.recipe, options.settings)
+    config = load_config(options.recipe, options.settings, echo=_note)
     check_environment(config)
     if options.dry_run:
         print(describe(config))
@@ -85,15 +86,28 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="path of a recipe, such as recipes/arithmetic/quickstart.yaml")
+    parser.add_argument("recipe", help="a recipe by name, such as arithmetic/quickstart, or the path of a YAML file")
     parser.add_argument("--resume", nargs="?", const="newest", choices=_RESUMES,
                         help="go on from the run's newest whole checkpoint; auto: begin anew when there is none")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the last line alone")
 
 
+def _recipes(options: argparse.Namespace) -> int:
+    names = recipe_names()
+    for name in names:
+        print(f"{name:{max(map(len, names))}}  {recipe_summary(recipe_file(name))}")
+    print(f"\nin {recipes_folder()}")
+    return EXIT_OK
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """A command that takes none."""
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
+    Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
 )
 
 
@@ -134,8 +148,12 @@ def _resume_apart(arguments: Sequence[str]) -> list[str]:
 
 
 def _told(line: str, code: int) -> int:
-    print(f"asyncrl: {line}", file=sys.stderr)
+    _note(line)
     return code
+
+
+def _note(line: str) -> None:
+    print(f"asyncrl: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from asyncrl.buffer.recorder import BatchRecord, MemoryRecorder
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
-from asyncrl.config import check_pairs
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
 from asyncrl.observer import Observer, Questions
+from asyncrl.pairs import check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import BySource, Samplings, check_sampling, check_sources
 from asyncrl.rollout.engine import Engine, Interruption
@@ -69,7 +69,7 @@ class Run:
         self.prompts, self.sampling, self.buffer, self.trainer = prompts, sampling, buffer, trainer
         self.env: Env = BySource(env) if isinstance(env, Mapping) else env
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
-        check_pairs(buffer=buffer.config, correction=trainer.correction, weights=self.options.weights, trainer=trainer.config.trainer)
+        check_pairs(buffer=buffer.config, training=trainer.config, weights=self.options.weights)
         check_sources(prompts.names, env=env, sampling=sampling, others=[prompt.source for prompt in self.options.eval_prompts])
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
         self.ledger = Ledger()

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
+from asyncrl import yaml_text
 from asyncrl.config import RunConfig, dump_config, load_config, parse_config
 from asyncrl.errors import ConfigError
 
@@ -33,7 +33,7 @@ weights: {{interruption: keep}}
 eval: {{kind: prompts, prompts: {{kind: function, function: '{TASK}:held_out_sums'}}}}
 run: {{name: test, steps: 3}}
 """
-TREE = yaml.safe_load(TEXT)
+TREE = yaml_text.read(TEXT)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_choice_of_no_correction_is_a_choice():
 
 
 @pytest.mark.parametrize(("changes", "fields"), [
-    ({"buffer__policy": {"kind": "fixed_lag", "lag_steps": 1}}, "weights.interruption, buffer.policy"),
+    ({"buffer__policy": {"kind": "fixed_lag", "lag_steps": 1}}, "weights.interruption, buffer.policy.kind"),
     ({"run__name": "../other"}, "run.name"), ({"run__name": "/tmp/other"}, "run.name"), ({"run__name": "."}, "run.name"),
     ({"trainer__minibatches_per_step": 33}, "trainer.minibatches_per_step, buffer.groups_per_step"),
     ({"buffer__window": 66}, "buffer.window, buffer.max_staleness, weights.publish_every_steps"),
@@ -215,8 +215,9 @@ def test_an_override_sets_one_value(recipe, override, read, value):
     assert read(load_config(recipe, [override])) == value
 
 
-def test_the_last_override_of_a_value_counts(recipe):
-    assert load_config(recipe, ["run.steps=7", "run.steps=9"]).run.steps == 9
+def test_a_key_is_given_once(recipe):
+    with pytest.raises(ConfigError, match=r"run\.steps.*each key once"):
+        load_config(recipe, ["run.steps=7", "run.seed=1", "run.steps=9"])
 
 
 @pytest.mark.parametrize("override", ["run.steps", "=3", "", "run.steps=[1", "run.steps={a: b: c}", "run.name.first=a", "run.steps=many",

@@ -105,7 +105,8 @@ FLIPS: dict[str, Flip] = {
     "buffer.groups_per_step": flip(3, see.buffer_story), "buffer.group_size": flip(4, see.buffer_story),
     "buffer.max_staleness": flip(2, see.buffer_story), "buffer.policy.kind": flip({"kind": "soft"}, see.buffer_story),
     "buffer.policy.fixed_lag.lag_steps": flip(1, see.buffer_story, **DRAIN), "buffer.window": flip(2, see.buffer_story),
-    "buffer.depth_groups": flip(2, see.buffer_story), "buffer.zero_variance": flip("keep", see.buffer_story),
+    "buffer.depth_groups": flip(2, see.buffer_story),
+    "buffer.zero_variance": flip("keep", see.buffer_story, buffer__max_empty_fills=8),
     "buffer.zero_variance_tolerance": flip(1e-2, see.buffer_story), "buffer.min_valid_rollouts": flip(3, see.buffer_story),
     "buffer.max_bytes": flip(1, see.buffer_story), "buffer.stall_timeout_s": flip(30.0, see.buffer_story, buffer__groups_per_step=3),
     "buffer.max_empty_fills": flip(1, see.buffer_story),
@@ -128,7 +129,7 @@ FLIPS: dict[str, Flip] = {
     **{f"trainer.{name}": flip(value, see.supervised_ranks) for name, value in {
         "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
-    "weights.drain_timeout_s": flip(5.0, see.patience), "weights.apply_timeout_s": flip(5.0, see.patience),
+    "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
     "eval.kind": flip({"kind": "prompts", "prompts": FUNCTION_DATA}, see.course),
     "eval.prompts.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),

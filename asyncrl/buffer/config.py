@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.buffer.admission import least_depth_groups
 from asyncrl.buffer.depth import Depth
 from asyncrl.buffer.policies import FixedLag, Lease, Policy, Soft, require_publish_every_step
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Section, from_kind, validated
+from asyncrl.settings import TAGGED, Seconds, Section, refuse_unread, validated
 
 
 class LeaseConfig(Section):
@@ -32,7 +32,7 @@ class FixedLagConfig(Section):
     lag_steps: int = Field(ge=0)
 
 
-PolicyConfig = Annotated[Annotated[LeaseConfig | SoftConfig | FixedLagConfig, Field(discriminator="kind")], BeforeValidator(from_kind)]
+PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, TAGGED]
 
 
 class BufferConfig(Section):
@@ -57,7 +57,7 @@ class BufferConfig(Section):
     """A group with fewer rollouts without error is dropped. None: 2, or 1 when `group_size` is 1."""
     max_bytes: int | None = Field(default=None, ge=1)
     """No group is admitted while the stored arrays take this much, unless what the next publish needs is not admitted yet."""
-    stall_timeout_s: float = Field(default=1800.0, gt=0)
+    stall_timeout_s: Seconds = 1800.0
     """A wait that sees nothing happen for so long raises BufferStarved; it must exceed the longest rollout and the longest step."""
     max_empty_fills: int = Field(default=8, ge=1)
     """After so many batches' worth of zero-variance groups, with none kept between them, the run stops with a diagnosis."""
@@ -67,6 +67,8 @@ class BufferConfig(Section):
         """Raises ConfigError for a pair that cannot work. What depends on the publish interval: `check_publish_interval`."""
         _check_policy_fields(self)
         _check_rollouts(self)
+        if self.zero_variance == "keep":
+            refuse_unread(self, ["max_empty_fills"], where="buffer", beside="buffer.zero_variance", value="keep")
         make_policy(self)
         return self
 

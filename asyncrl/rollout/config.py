@@ -7,8 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Section
+from asyncrl.rollout.engine import Capabilities, Interruption
+from asyncrl.settings import TAGGED, Section, Seed, Workers
 from asyncrl.types import Sampling
+
+_LOWEST_VLLM_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this, and says so in its log alone."""
 
 
 class SamplingConfig(Section):
@@ -41,6 +45,17 @@ class InlineEngineConfig(Section):
     context_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus completion; the model's own limit when left out."""
 
+    @property
+    def most_context_tokens(self) -> int | None:
+        """What these settings alone allow; None where the model decides."""
+        return self.context_tokens
+
+    def capabilities(self, *, context_tokens: int) -> Capabilities:
+        """What this engine can do with a model of this context."""
+        return Capabilities(
+            interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
+            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens)
+
 
 class TransformersEngineConfig(Section):
     """Hugging Face continuous batching in a child process, on the CPU."""
@@ -48,7 +63,7 @@ class TransformersEngineConfig(Section):
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
-    threads: int = Field(default=1, ge=1)
+    threads: Workers = 1
     """CPU threads of the engine."""
     max_batch_tokens: int = Field(default=128, ge=16)
     """Tokens of one forward; longer prompts are read in pieces of this size. On a CPU every token of a forward attends, under a mask,
@@ -60,8 +75,26 @@ class TransformersEngineConfig(Section):
     """Tokens the key-value cache holds. When it is full, some requests give theirs up and are computed again later."""
     context_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus completion; the model's own limit, or `kv_cache_tokens` if less, when left out."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
+
+    @model_validator(mode="after")
+    def _the_cache_holds_the_context(self) -> TransformersEngineConfig:
+        if self.context_tokens is not None and self.context_tokens > self.kv_cache_tokens:
+            raise ConfigError("engine.context_tokens, engine.kv_cache_tokens", value=(self.context_tokens, self.kv_cache_tokens),
+                              allowed="a context that the cache can hold", remedy="Raise kv_cache_tokens or lower context_tokens.")
+        return self
+
+    @property
+    def most_context_tokens(self) -> int | None:
+        """What these settings alone allow; None where the model decides."""
+        return self.context_tokens or self.kv_cache_tokens
+
+    def capabilities(self, *, context_tokens: int) -> Capabilities:
+        """What this engine can do with a model of this context."""
+        return Capabilities(
+            interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
+            stop_strings=False, bit_reproducible=False, context_tokens=context_tokens)
 
 
 class VLLMEngineConfig(Section):
@@ -70,7 +103,7 @@ class VLLMEngineConfig(Section):
     kind: Literal["vllm"] = "vllm"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
-    threads: int = Field(default=1, ge=1)
+    threads: Workers = 1
     """CPU threads of the forward; the loop that feeds it takes part of another core."""
     max_batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one forward; longer prompts are read in pieces of this size."""
@@ -80,7 +113,7 @@ class VLLMEngineConfig(Section):
     """Size of the key-value cache. When it is full, some requests give theirs up and are computed again later."""
     context_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus completion; the model's own limit when left out."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Of the engine's one random stream; which request draws what from it depends on timing. None: `run.seed`, 0 outside a recipe."""
 
     @model_validator(mode="after")
@@ -92,5 +125,16 @@ class VLLMEngineConfig(Section):
                               remedy="Raise max_batch_tokens or lower max_running_requests.")
         return self
 
+    @property
+    def most_context_tokens(self) -> int | None:
+        """What these settings alone allow; None where the model decides."""
+        return self.context_tokens
 
-EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+    def capabilities(self, *, context_tokens: int) -> Capabilities:
+        """What this engine can do with a model of this context."""
+        return Capabilities(
+            interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
+            stop_strings=True, bit_reproducible=False, context_tokens=context_tokens, lowest_temperature=_LOWEST_VLLM_TEMPERATURE)
+
+
+EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, TAGGED]

@@ -13,7 +13,7 @@ from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, WeightSyncError
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.config import InlineEngineConfig
-from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
+from asyncrl.rollout.engine import Ack, Chunk, GenerationRequest, Health, Interruption
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import budget_tokens, read_facts, refuse_unservable
 from asyncrl.settings import validated
@@ -38,9 +38,7 @@ class InlineEngine:
         self.name = name
         self._config = validated(InlineEngineConfig, settings, name="engine")
         self._facts = read_facts(model, context_tokens=self._config.context_tokens)
-        self.capabilities = Capabilities(
-            interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=True, context_tokens=self._facts.context_tokens)
+        self.capabilities = self._config.capabilities(context_tokens=self._facts.context_tokens)
         self._model: PreTrainedModel | None = None
         self._receiver: Receiver | None = None
         self._runner: asyncio.Task[None] | None = None

@@ -10,7 +10,6 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import TransformersEngineConfig
-from asyncrl.rollout.engine import Capabilities, Interruption
 from asyncrl.rollout.model_files import ModelFacts, read_facts
 from asyncrl.settings import validated
 
@@ -32,10 +31,7 @@ class TransformersEngine(ChildEngine):
                   "kv_cache_tokens": config.kv_cache_tokens}
         spec = {"folder": str(facts.folder.absolute()), "dtype": config.dtype, "threads": config.threads, "seed": config.seed or 0,
                 "eos_tokens": sorted(facts.eos_tokens), "limits": limits}
-        capabilities = Capabilities(
-            interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=False, context_tokens=facts.context_tokens)
-        super().__init__(name, capabilities=capabilities, facts=facts, launch=Launch(
+        super().__init__(name, capabilities=config.capabilities(context_tokens=facts.context_tokens), facts=facts, launch=Launch(
             "asyncrl.rollout.transformers_child", spec, {"OMP_NUM_THREADS": str(config.threads)}))
 
 
@@ -47,9 +43,6 @@ def _require_tested_transformers() -> None:
 
 
 def _facts(model: str | Path, config: TransformersEngineConfig) -> ModelFacts:
-    """The model's limits; the context is no longer than the key-value cache. Raises ConfigError when the setting is."""
+    """The model's limits; the context is no longer than the key-value cache."""
     facts = read_facts(model, context_tokens=config.context_tokens)
-    if config.context_tokens is not None and config.context_tokens > config.kv_cache_tokens:
-        raise ConfigError("engine.context_tokens, engine.kv_cache_tokens", value=(config.context_tokens, config.kv_cache_tokens),
-                          allowed="a context that the cache can hold", remedy="Raise kv_cache_tokens or lower context_tokens.")
     return dataclasses.replace(facts, context_tokens=min(facts.context_tokens, config.kv_cache_tokens))

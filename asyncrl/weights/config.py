@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from asyncrl.settings import Section
+from asyncrl.settings import Seconds, Section, refuse_unread
 
 
 class StoreConfig(Section):
@@ -22,12 +22,18 @@ class WeightsConfig(Section):
     """Engines see versions 0, k, 2k …"""
     interruption: Literal["keep", "recompute", "drain"] = "keep"
     """What an update does to running requests: go on with the old keys and values, with recomputed ones, or finish first."""
-    drain_timeout_s: float = Field(default=600.0, gt=0)
+    drain_timeout_s: Seconds = 600.0
     """With `drain`: an engine whose running rollouts take longer is fenced."""
-    apply_timeout_s: float = Field(default=120.0, gt=0)
+    apply_timeout_s: Seconds = 120.0
     """An engine that takes longer to pause, or to verify and apply a version, is fenced."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of published parameters, rounded to nearest even from the trainer's float32. Buffers keep their own dtype."""
     anchor_every_versions: int | None = Field(default=None, ge=1)
     """Publish every n-th version whole instead of as a delta; None: the first alone, and whenever an engine needs one."""
     transport: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _only_a_drain_waits_for_rollouts(self) -> WeightsConfig:
+        if self.interruption != "drain":
+            refuse_unread(self, ["drain_timeout_s"], where="weights", beside="weights.interruption", value=self.interruption)
+        return self

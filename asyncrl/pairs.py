@@ -1,0 +1,73 @@
+"""Settings that are fine alone and wrong together, refused before anything starts. Each refusal names both. Needs no torch."""
+
+from __future__ import annotations
+
+from asyncrl.buffer.config import BufferConfig, check_publish_interval
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.config import EngineConfig
+from asyncrl.rollout.engine import Interruption, require
+from asyncrl.train.config import TrainConfig
+from asyncrl.types import Sampling
+from asyncrl.weights.config import WeightsConfig
+
+
+def check_pairs(*, buffer: BufferConfig, training: TrainConfig, weights: WeightsConfig) -> None:
+    """Raise ConfigError unless batch, algorithm and weight sync go together."""
+    _correction_of_stale_data_is_chosen(buffer, training)
+    _fixed_lag_drains(buffer, weights)
+    _a_group_has_a_baseline(buffer, training)
+    _minibatches_are_equal(buffer, training)
+    _every_rank_has_work(buffer, training)
+    check_publish_interval(buffer, weights.publish_every_steps)
+
+
+def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsConfig) -> None:
+    """Raise ConfigError when the run needs what this kind of engine lacks, whatever the model."""
+    most_tokens = engine.most_context_tokens
+    if most_tokens is not None and sampling.max_new_tokens >= most_tokens:
+        raise ConfigError("sampling.max_new_tokens, engine.context_tokens", value=(sampling.max_new_tokens, most_tokens),
+                          allowed="fewer tokens to write than the context holds, prompt included",
+                          remedy="Lower max_new_tokens, or raise the engine's context.")
+    if weights.dtype == "float32" and engine.dtype == "bfloat16":
+        raise ConfigError("weights.dtype, engine.dtype", value=(weights.dtype, engine.dtype),
+                          allowed="published values that the engine can hold exactly: bfloat16 in either, float32 in float32",
+                          remedy="Set weights.dtype=bfloat16, or engine.dtype=float32.")
+    require(engine.capabilities(context_tokens=most_tokens or 0), sampling, Interruption(weights.interruption), engine=engine.kind)
+
+
+def _correction_of_stale_data_is_chosen(buffer: BufferConfig, training: TrainConfig) -> None:
+    if (buffer.max_staleness > 0 or buffer.policy.kind == "soft") and training.correction is None:
+        raise ConfigError("correction, buffer.max_staleness", value=f"unset with max_staleness {buffer.max_staleness}",
+                          allowed="a chosen correction whenever data can be stale",
+                          remedy="Set correction: {kind: token_tis}, or choose {kind: none} knowing that the gradient is biased.")
+
+
+def _fixed_lag_drains(buffer: BufferConfig, weights: WeightsConfig) -> None:
+    if buffer.policy.kind == "fixed_lag" and weights.interruption != "drain":
+        raise ConfigError("weights.interruption, buffer.policy.kind", value=(weights.interruption, "fixed_lag"),
+                          allowed="drain with fixed_lag",
+                          remedy="An update inside a rollout would mix lags; set weights.interruption=drain.")
+
+
+def _a_group_has_a_baseline(buffer: BufferConfig, training: TrainConfig) -> None:
+    if buffer.group_size == 1:
+        raise ConfigError("buffer.group_size, advantages.kind", value=(1, training.advantages.kind),
+                          allowed=f"at least 2 rollouts a group with {training.advantages.kind}, which compares them",
+                          remedy="A rollout alone has advantage 0 and nothing is learnt; raise group_size.")
+
+
+def _minibatches_are_equal(buffer: BufferConfig, training: TrainConfig) -> None:
+    groups, minibatches = buffer.groups_per_step, training.trainer.minibatches_per_step
+    if groups % minibatches:
+        raise ConfigError("trainer.minibatches_per_step, buffer.groups_per_step", value=(minibatches, groups),
+                          allowed="a number of minibatches that divides the groups of a batch",
+                          remedy="A minibatch holds whole groups and is one update: in a smaller one each group would weigh more.")
+
+
+def _every_rank_has_work(buffer: BufferConfig, training: TrainConfig) -> None:
+    ranks, rollouts = training.trainer.processes, buffer.groups_per_step * buffer.group_size // training.trainer.minibatches_per_step
+    if ranks > rollouts:
+        raise ConfigError("trainer.processes, trainer.minibatches_per_step, buffer.groups_per_step, buffer.group_size",
+                          value=(ranks, training.trainer.minibatches_per_step, buffer.groups_per_step, buffer.group_size),
+                          allowed=f"at most as many ranks as an update has rollouts, which is {rollouts}",
+                          remedy="A sequence is never split over ranks: one would have nothing to do. Use fewer, or a larger batch.")
