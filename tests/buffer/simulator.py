@@ -40,8 +40,9 @@ class Simulator:
     def __init__(self, rng: random.Random, *, engines: int, publish_every_steps: int, start_version: int = 0, **settings: Any) -> None:
         self.rng, self.k = rng, publish_every_steps
         self.ledger = Ledger()
+        patience = {} if settings.get("zero_variance") == "keep" else {"max_empty_fills": 10**6}
         self.buffer = ReplayBuffer(ledger=self.ledger, publish_every_steps=publish_every_steps, version=start_version,
-                                   stall_timeout_s=1e9, max_empty_fills=10**6, **settings)
+                                   stall_timeout_s=1e6, **patience, **settings)
         self.config = self.buffer.config
         self.published = start_version
         self.engines = {f"e{n}": SimEngine(start_version) for n in range(engines)}
