@@ -81,7 +81,7 @@ def _train(options: argparse.Namespace) -> int:
         finally:
             console.close()
             if console.lost:
-                _told(f"the console did not show everything, {console.lost} times: {console.error}", EXIT_OK)
+                _note(f"the console did not show everything, {console.lost} times: {console.error}")
     return EXIT_OK
 
 
