@@ -53,6 +53,7 @@ class RunSection(Section):
     folder: str = Field(default="runs", min_length=1)
     """Relative to the working folder. Prepared models are cached in it, for all its runs."""
     probe: ProbeConfig = ProbeConfig()
+    """Whether engine and trainer agree, asked again and again."""
     error_budget: float = Field(default=0.5, ge=0, lt=1)
     """Share of the newest 64 rollouts that may fail, of the whole run and of each source; one failure more ends the run. A failed rollout
     is counted and left out either way."""
@@ -80,9 +81,11 @@ class RunConfig(Section):
     engine: EngineConfig
     """What writes the answers."""
     sampling: SamplingConfig = SamplingConfig()
+    """How it writes them."""
     env: EnvConfig
     """What an answer earns."""
     buffer: BufferConfig
+    """What a batch is, and how old its data may be."""
     advantages: AdvantagesConfig
     """What a rollout is compared with."""
     correction: CorrectionConfig | None = None
@@ -90,10 +93,13 @@ class RunConfig(Section):
     loss: LossConfig
     """What is minimised."""
     trainer: TrainerConfig
+    """How it is minimised, and by how many processes."""
     weights: WeightsConfig = WeightsConfig()
+    """How the engine gets what was learnt."""
     eval: EvalConfig = NoEval()
     """What is asked beside the training."""
     run: RunSection
+    """How long, and where to."""
 
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:

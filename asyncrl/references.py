@@ -15,6 +15,8 @@ from asyncrl.functions import resolve_reference
 
 _FUNCTION_KEYS = frozenset({"function", "reward", "examples", "held_out"})
 _PATH_KEYS = frozenset({"path"})
+_NAMED_SECTIONS = frozenset({"sets", "sources"})
+"""Sections under names of the user's own, which may be those above."""
 _ARGUMENTS = "arguments"
 """What lies below it is the user's own, whatever its keys are called."""
 
@@ -47,6 +49,8 @@ class _Resolver:
     def _value(self, key: Any, value: Any, *, field: str) -> Any:
         if key == _ARGUMENTS:
             return value
+        if key in _NAMED_SECTIONS and isinstance(value, dict):
+            return {name: self.section(section, field=f"{field}.{name}.") for name, section in value.items()}
         if key in _FUNCTION_KEYS:
             return self._functions(value, field=field)
         if key in _PATH_KEYS and isinstance(value, str):

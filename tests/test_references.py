@@ -63,6 +63,12 @@ def test_several_sections_in_a_row_are_looked_into(here: Path) -> None:
     assert resolved([{"path": "both"}, 3], here) == [{"path": str(here.parent / "recipe" / "both")}, 3]
 
 
+def test_sections_may_have_any_name(here: Path) -> None:
+    tree = {"sets": {"path": {"path": "both"}, "reward": {"function": "task.py:f"}}}
+    recipe = here.parent / "recipe"
+    assert resolved(tree, here) == {"sets": {"path": {"path": str(recipe / "both")}, "reward": {"function": f"{recipe / 'task.py'}:f"}}}
+
+
 def test_arguments_are_the_user_s_own(here: Path) -> None:
     tree = {"arguments": {"path": "both", "function": "no.py:f"}}
     assert resolved(tree, here) == tree

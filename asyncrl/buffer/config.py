@@ -30,6 +30,7 @@ class FixedLagConfig(Section):
 
     kind: Literal["fixed_lag"] = "fixed_lag"
     lag_steps: int = Field(ge=0)
+    """n, at most `max_staleness`; the first n batches are younger, for lack of an older version."""
 
 
 PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, TAGGED]
@@ -45,6 +46,7 @@ class BufferConfig(Section):
     max_staleness: int = Field(ge=0)
     """K: how many steps behind the trainer the version that wrote a token may be. 0 is synchronous."""
     policy: PolicyConfig = LeaseConfig()
+    """What the bound promises."""
     window: int | None = Field(default=None, ge=1)
     """W, `lease` only: a group may be overtaken by W − 1 others. None: 1 + floor(0.3 · P), or what K leaves room for."""
     depth_groups: Literal["auto", "max"] | Annotated[int, Field(ge=1)] = "auto"

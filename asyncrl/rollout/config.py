@@ -19,15 +19,25 @@ class SamplingConfig(Section):
     """How completions are sampled; the fields of `asyncrl.types.Sampling`."""
 
     temperature: float = Field(default=1.0, gt=0.0)
+    """Logits are divided by it, in the engine and in the trainer alike."""
     max_new_tokens: int = Field(default=256, ge=1)
+    """Most tokens of one completion; with the prompt no more than the engine's context."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """1 alone: a kept set biases every importance ratio by its mass."""
     top_k: int | None = Field(default=None, ge=1)
+    """None alone, for the same reason."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """0 alone, for the same reason."""
     min_new_tokens: int = Field(default=0, ge=0)
+    """0 alone: it forbids the end of sequence for a while, which is a kept set too."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """1 alone: it reshapes the distribution by what was written before."""
     presence_penalty: float = 0.0
+    """0 alone, for the same reason."""
     frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
+    """0 alone, for the same reason."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion where they appear; needs an engine that has them, which vLLM is."""
 
     def build(self) -> Sampling:
         """The same values as the data the engines take."""

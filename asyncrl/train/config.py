@@ -107,6 +107,7 @@ class TokenTIS(Section):
 
     kind: Literal["token_tis"]
     truncate_high: float = Field(default=2.0, gt=0)
+    """A larger ratio counts as this; 2 as in verl and ms-swift."""
 
     def build(self) -> Correction:
         """What `correct` takes."""
@@ -118,7 +119,9 @@ class IcePop(Section):
 
     kind: Literal["icepop"]
     mask_low: float = Field(default=0.5, gt=0)
+    """A ratio, below `mask_high`; 0.5 and 5 are verl's range."""
     mask_high: float = Field(default=5.0, gt=0)
+    """A ratio."""
 
     def build(self) -> Correction:
         """What `correct` takes."""
@@ -130,8 +133,9 @@ CorrectionConfig = Annotated[NoCorrection | TokenTIS | IcePop, TAGGED]
 
 class _Clipped(Section):
     clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio has no gradient below 1 − this where the advantage is negative. 1707.06347."""
     clip_high: float = Field(default=0.28, ge=0)
-    """Clip-higher, DAPO 2503.14476."""
+    """Nor above 1 + this where it is positive. Clip-higher, DAPO 2503.14476."""
     aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
     """How token losses become one number; denominators are counted over all ranks, before correction."""
     max_tokens: int | None = Field(default=None, ge=1)

@@ -31,6 +31,7 @@ class WeightsConfig(Section):
     anchor_every_versions: int | None = Field(default=None, ge=1)
     """Publish every n-th version whole instead of as a delta; None: the first alone, and whenever an engine needs one."""
     transport: StoreConfig = StoreConfig()
+    """The way there."""
 
     @model_validator(mode="after")
     def _only_a_drain_waits_for_rollouts(self) -> WeightsConfig:
