@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import RunConfig, dump_config, load_config
+from asyncrl.doctor.report import diagnose, table
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import Console, open_console
+from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
 from asyncrl.run_state import Resume
-from asyncrl.training import check_environment, processes_of, train
+from asyncrl.training import processes_of, train
 
 EXIT_OK = 0
 """What was asked for was done."""
@@ -105,9 +107,23 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """A command that takes none."""
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    if (options.settings and options.recipe is None) or "=" in (options.recipe or ""):
+        options.parser.error("settings change a recipe; name it first")
+    findings = diagnose(options.recipe, options.settings)
+    print(table(findings))
+    return EXIT_USAGE if any(finding.status == "fail" for finding in findings) else EXIT_OK
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", nargs="?", help="a recipe to check on this machine: its files, model, data, functions and sizes")
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
+    Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,
+            takes_settings=True),
 )
 
 

@@ -25,6 +25,18 @@ def usable_cores(root: Path = _ROOT) -> float:
     return min([len(os.sched_getaffinity(0)), *shares])
 
 
+def free_bytes(path: Path) -> int:
+    """Room for a user on the file system of `path`, or of the nearest folder above it that exists."""
+    stat = os.statvfs(existing_parent(path))
+    return stat.f_bavail * stat.f_frsize
+
+
+def existing_parent(path: Path) -> Path:
+    """`path`, or the nearest of its parents that is there."""
+    whole = path.absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
 def _cgroup_files(root: Path, name: str, *, controller: str = "") -> Iterator[str]:
     """What the file says in each of this process's control groups, from its own to the root: version 2, or one controller of version 1."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -50,8 +50,14 @@ class RunPaths:
             folder.mkdir(parents=True, exist_ok=True)
 
 
+def shared_place() -> Path:
+    """Shared memory; the temporary folder where there is none that can be written."""
+    place = Path("/dev/shm")
+    return place if os.access(place, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def make_shared_folder() -> Path:
-    """A new folder of this process in shared memory (in the temporary folder where there is none).
+    """A new folder of this process in shared memory.
 
     Folders of processes that were killed are removed first: nobody else would. The name holds the process's namespace: where
     containers share memory, a process id of one says nothing in another.
@@ -73,10 +79,7 @@ def remove_shared_folders() -> None:
 
 def _shared_place() -> tuple[Path, str]:
     """Where shared folders lie, and how the names of this process's namespace begin."""
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK):
-        place = Path(tempfile.gettempdir())
-    return place, f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return shared_place(), f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def claim(folder: Path) -> IO[str]:

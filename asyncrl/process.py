@@ -47,6 +47,15 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def refuses_death_signal() -> str:
+    """Why the kernel does not tell children of their parent's end; empty where it does."""
+    try:
+        _prctl(_PR_SET_PDEATHSIG, 0)
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""
+
+
 def adopt_orphans() -> None:
     """Have the kernel make this process the parent of every process below it whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -34,6 +34,11 @@ class Tokenizer:
         self._folder = folder
         self._template: ChatTemplate | None = None
 
+    @property
+    def largest_id(self) -> int:
+        """Of all its tokens, added ones included; -1 when it has none."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The conversation as text by the folder's chat template, up to where the answer begins. Raises ConfigError without one."""
         if self._template is None:

@@ -14,14 +14,12 @@ from typing import Any
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
-from asyncrl.config import RunConfig, Wandb
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, RunStopped
-from asyncrl.functions import check_arguments, load_function
+from asyncrl.functions import load_function
 from asyncrl.loop import Run
-from asyncrl.model_folder import model_folder
 from asyncrl.observe.console import Console
-from asyncrl.observe.wandb_writer import require_wandb
-from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
@@ -30,12 +28,12 @@ from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
-from asyncrl.rollout.vllm_engine import VLLMEngine, require_vllm
+from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.run_folder import RunFolder
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import Resume, RunState
 from asyncrl.train.prepare import building_folder, cache_key
-from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
+from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt
 
@@ -72,32 +70,6 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
             return summary
     finally:
         folder.close()
-
-
-def check_environment(config: RunConfig) -> None:
-    """Raise ConfigError for what a recipe names and is not there: packages, model, data, functions. Starts and writes nothing.
-
-    Prompts are made, or read, once for this: a function may refuse its arguments, and the warm-up before the run may be long.
-    """
-    if isinstance(config.model, ModelFolder):
-        model_folder(config.model.path)
-    if isinstance(config.engine, VLLMEngineConfig):
-        require_vllm()
-    if isinstance(config.run.wandb, Wandb):
-        require_wandb()
-    _rewards(config)
-    if isinstance(config.model, ModelFunction):
-        function = load_function(config.model.function, field="model.function")
-        check_arguments(function, Path(), field="model", arguments=config.model.arguments)
-    if isinstance(config.warm_up, CrossEntropyWarmUp):
-        for name in ("examples", "held_out"):
-            function = load_function(getattr(config.warm_up, name), field=f"warm_up.{name}")
-            check_arguments(function, field="warm_up", arguments=config.warm_up.arguments, seed=config.warm_up.seed)
-    for field, prompts in (("prompts", config.prompts), ("eval.prompts", getattr(config.eval, "prompts", None))):
-        if isinstance(prompts, FunctionData):
-            check_arguments(load_function(prompts.function, field=f"{field}.function"), field=field, arguments=prompts.arguments)
-        if prompts is not None:
-            _data(prompts, field=field, source="check")
 
 
 async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> None:
@@ -165,7 +137,7 @@ def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) ->
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
                          probe=config.run.probe, error_budget=config.run.error_budget, eval_prompts=_eval_prompts(config),
                          resume="newest" if resumed else None)
-    env = SingleTurn(_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
+    env = SingleTurn(load_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
     prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
     engine = build_engine(config, model=model, version=resumed.version if resumed else 0)
     return Run(prompts=prompts, engine=engine, env=env, sampling=config.sampling.build(),
@@ -198,7 +170,8 @@ def build_engine(config: RunConfig, *, model: Path, version: int = 0) -> Engine:
     return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) if version else seed})
 
 
-def _rewards(config: RunConfig) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
+def load_rewards(config: RunConfig) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
+    """The reward function, or several by name. Raises ConfigError for one that cannot be imported."""
     reward = config.env.reward
     if isinstance(reward, str):
         return load_function(reward, field="env.reward")

@@ -11,7 +11,8 @@ import yaml
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ChildDied, ConfigError
-from asyncrl.training import check_environment, prepare_model
+from asyncrl.preflight import check_environment
+from asyncrl.training import prepare_model
 
 TASK = Path(__file__).parent / "train" / "prepare_task.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"

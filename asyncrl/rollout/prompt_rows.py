@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,29 @@ def require_prompt(prompt: object) -> None:
 
 def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
     """Prompts of a JSONL file: `prompt` is a text or a list of messages, every other key a column. Raises ConfigError naming the row."""
+    return list(jsonl_prompts(path, source=source))
+
+
+def jsonl_prompts(path: Path, *, source: str) -> Iterator[Prompt]:
+    """The same one by one, in the memory of one row."""
     if not path.is_file():
         raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
                           "the folder the command runs in.")
-    prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            prompts.append(_row_prompt(line, field=f"prompts.path line {number}", source=source))
-    return prompts
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _row_prompt(_decoded(line, number=number), field=f"prompts.path line {number}", source=source)
+    except OSError as error:
+        raise ConfigError("prompts.path", value=str(path), allowed="a file that can be read", remedy=f"{error}.") from error
+
+
+def _decoded(line: bytes, *, number: int) -> str:
+    try:
+        return line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts.path line {number}", value=line[:80], allowed="UTF-8 text",
+                          remedy=f"Save the file as UTF-8: {error.reason} at byte {error.start} of the line.") from error
 
 
 def _row_prompt(line: str, *, field: str, source: str) -> Prompt:

@@ -24,7 +24,7 @@ class TransformersEngine(ChildEngine):
     """
 
     def __init__(self, model: str | Path, *, name: str = "engine-0", **settings: Any) -> None:
-        _require_tested_transformers()
+        require_transformers()
         config = validated(TransformersEngineConfig, settings, name="engine")
         facts = _facts(model, config)
         limits = {"max_batch_tokens": config.max_batch_tokens, "max_running_requests": config.max_running_requests,
@@ -35,8 +35,12 @@ class TransformersEngine(ChildEngine):
             "asyncrl.rollout.transformers_child", spec, {"OMP_NUM_THREADS": str(config.threads)}))
 
 
-def _require_tested_transformers() -> None:
-    installed = importlib.metadata.version("transformers")
+def require_transformers() -> None:
+    """Raise ConfigError without transformers, or with one this engine was not tested with. Imports nothing."""
+    try:
+        installed = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        installed = "not installed"
     if not installed.startswith(TESTED_TRANSFORMERS):
         raise ConfigError("engine.kind", value=f"transformers {installed}", allowed=f"transformers {TESTED_TRANSFORMERS}x with this engine",
                           remedy="pip install -c constraints.txt transformers, or choose the inline engine.")

@@ -17,10 +17,10 @@ import yaml
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.functions import load_function
+from asyncrl.preflight import check_environment
 from asyncrl.rollout.prompt_rows import complete_prompt
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.training import check_environment
 from asyncrl.types import Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +169,10 @@ def test_an_entry_that_is_no_plain_value_is_refused(task, monkeypatch):
 @pytest.mark.parametrize("recipe", ["chain_sum.yaml", "chain_sum_smollm2.yaml"])
 def test_the_recipes_name_functions_and_arguments_that_exist(task, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "smollm2-135m-instruct").mkdir(parents=True)
-    (tmp_path / "models" / "smollm2-135m-instruct" / "config.json").write_text("{}")
+    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    load_function(f"{RECIPE / 'tiny.py'}:tiny_qwen3", field="test")(folder, layers=1, hidden=16, heads=2, intermediate=16)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     config = load_config(RECIPE / recipe)
     check_environment(config)
     assert len(task["questions"](**config.prompts.arguments)) == 5000

@@ -1,0 +1,195 @@
+"""What can be known to be wrong before anything starts: one message each, before the warm-up and the first process. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config import RunConfig, Wandb
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.functions import check_arguments, load_function
+from asyncrl.model_check import ModelSize, check_model
+from asyncrl.model_folder import model_folder
+from asyncrl.observe.wandb_writer import require_wandb
+from asyncrl.place_check import check_loopback, check_run_folder, check_shared_memory, check_socket_folder
+from asyncrl.rollout.config import TransformersEngineConfig, VLLMEngineConfig
+from asyncrl.rollout.engine import Interruption, require
+from asyncrl.rollout.judge import named_rewards
+from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_prompt
+from asyncrl.rollout.task_config import FunctionData, JsonlData
+from asyncrl.rollout.transformers_engine import require_transformers
+from asyncrl.rollout.vllm_engine import require_vllm
+from asyncrl.tokenizer import Tokenizer
+from asyncrl.train.prepare import cache_key
+from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
+from asyncrl.training import build_engine, load_rewards
+from asyncrl.types import Prompt
+
+_PROMPTS_LOOKED_AT = 64
+"""Of data a function yields, which may have no end, and for the length of all: when each of so many is too long, the context is wrong."""
+_MASTER_BYTES, _OPTIMIZER_BYTES, _GRADIENT_BYTES = 4, 8, 4
+"""A parameter in the trainer: float32, two float32 of AdamW, its gradient."""
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_TOKEN_BYTES = 32
+"""Of a batch in shared memory: id, mask, logprob, turn, version and what is derived from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a run takes of the machine, by its model and settings; a model that is not made yet counts 0."""
+
+    disk_bytes: int
+    """The exported model, and two checkpoints: the older goes when the newer is whole."""
+    shared_bytes: int
+    """Two versions of the published weights, and the batches of two steps."""
+    memory_bytes: int
+    """Parameters, gradients and optimizer of the trainer, parameters and cache of the engine."""
+
+
+def check_environment(config: RunConfig) -> None:
+    """Raise ConfigError for what a recipe needs and is not there, not whole, or too small. Starts no process and leaves no file.
+
+    A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made.
+    """
+    _check_packages(config)
+    _check_functions(config)
+    folder = _model_at_hand(config)
+    size = ModelSize(0, 0) if folder is None else check_model(folder)
+    tokenizer, context_tokens = (None, 0) if folder is None else (Tokenizer(folder), _check_engine(config, folder))
+    for field, section, source in _data_sections(config):
+        prompts = _prompts(section, field=field, source=source)
+        _check_first_prompts(prompts, field=field, tokenizer=tokenizer, context_tokens=context_tokens)
+        if isinstance(section, JsonlData):
+            for _ in prompts:
+                """Each row is checked as it is read."""
+    sizes = _sizes(config, size)
+    check_run_folder(Path(config.run.folder) / config.run.name, need_bytes=sizes.disk_bytes)
+    check_shared_memory(sizes.shared_bytes)
+    check_loopback()
+    if isinstance(config.engine, VLLMEngineConfig):
+        check_socket_folder(Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()))
+
+
+def needs_of(config: RunConfig) -> Sizes:
+    """What the run takes. Raises ConfigError for a model that is not whole."""
+    folder = _model_at_hand(config)
+    return _sizes(config, ModelSize(0, 0) if folder is None else check_model(folder))
+
+
+def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
+    checkpoint = 0 if config.trainer.checkpoint_every_steps is None else size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES)
+    batch = config.buffer.groups_per_step * config.buffer.group_size * config.sampling.max_new_tokens * _TOKEN_BYTES
+    held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
+    return Sizes(disk_bytes=size.weights_bytes + 2 * checkpoint,
+                 shared_bytes=2 * (size.parameters * _ITEM_BYTES[config.weights.dtype] + batch),
+                 memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
+
+
+def _check_packages(config: RunConfig) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("torch", value="not installed", allowed="torch, which trainer and engines run on",
+                          remedy="pip install -c constraints.txt torch.")
+    if isinstance(config.engine, VLLMEngineConfig):
+        require_vllm()
+    if isinstance(config.engine, TransformersEngineConfig):
+        require_transformers()
+    if isinstance(config.run.wandb, Wandb):
+        require_wandb()
+
+
+def _check_functions(config: RunConfig) -> None:
+    """Every function of the user's can be imported and takes what it will be given; examples of a warm-up yield a pair."""
+    with _user_code("env.reward", config.env.reward):
+        rewards = load_rewards(config)
+    named_rewards(rewards if isinstance(rewards, Mapping) else [rewards])
+    if isinstance(config.model, ModelFunction):
+        with _user_code("model.function", config.model.function):
+            function = load_function(config.model.function, field="model.function")
+        check_arguments(function, Path(), field="model", arguments=config.model.arguments)
+    if isinstance(config.warm_up, CrossEntropyWarmUp):
+        for name in ("examples", "held_out"):
+            field, reference, given = f"warm_up.{name}", getattr(config.warm_up, name), config.warm_up.arguments
+            with _user_code(field, reference):
+                function = load_function(reference, field=field)
+                check_arguments(function, field="warm_up", arguments=given, seed=config.warm_up.seed)
+                pair = next(iter(function(seed=config.warm_up.seed, **given)), None)
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+                raise ConfigError(field, value=pair, allowed="an iterator of (prompt text, completion text)",
+                                  remedy="Yield at least one pair.")
+
+
+def _model_at_hand(config: RunConfig) -> Path | None:
+    """The folder RL will start from, or one of the same model before its warm-up; None when it is yet to be made.
+
+    Raises ConfigError for a model that is neither a folder nor, without a warm-up, an id that can be fetched.
+    """
+    if not isinstance(config.model, ModelFolder):
+        prepared = Path(config.run.folder) / ".cache" / cache_key(config.model, config.warm_up)
+        return prepared if prepared.is_dir() else None
+    if isinstance(config.warm_up, CrossEntropyWarmUp) and not Path(config.model.path).is_dir():
+        raise ConfigError("model.path", value=config.model.path, allowed="an existing Hugging Face model folder, where there is a warm-up",
+                          remedy="Download the model first; the path is relative to the folder the command runs in.")
+    return Path(config.model.path) if Path(config.model.path).is_dir() else model_folder(config.model.path)
+
+
+def _check_engine(config: RunConfig, folder: Path) -> int:
+    """The context of the engine, in tokens. Raises ConfigError for what it cannot do."""
+    engine = build_engine(config, model=folder)
+    require(engine.capabilities, config.sampling.build(), Interruption(config.weights.interruption), engine=engine.name)
+    return engine.capabilities.context_tokens
+
+
+def _data_sections(config: RunConfig) -> list[tuple[str, FunctionData | JsonlData, str]]:
+    """Every section that gives prompts: its field, itself, and the source its rows are of."""
+    held_out = getattr(config.eval, "prompts", None)
+    return [("prompts", config.prompts, "train"), *([("eval.prompts", held_out, "eval")] if held_out is not None else [])]
+
+
+def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> Iterator[Prompt]:
+    """The prompts of a section, one by one. Whatever reading or making them fails with is a ConfigError."""
+    if isinstance(section, JsonlData):
+        yield from jsonl_prompts(Path(section.path), source=source)
+        return
+    with _user_code(f"{field}.function", section.function):
+        function = load_function(section.function, field=f"{field}.function")
+        check_arguments(function, field=field, arguments=section.arguments)
+        made = function(**section.arguments)
+        if not isinstance(made, Iterable):
+            raise ConfigError(f"{field}.function", value=made, allowed="a function that returns or yields asyncrl.Prompt",
+                              remedy="Return a list, or yield the prompts.")
+        yield from made
+
+
+def _check_first_prompts(prompts: Iterator[Prompt], *, field: str, tokenizer: Tokenizer | None, context_tokens: int) -> None:
+    """Raise ConfigError unless there is a prompt, the first ones can be made whole, and one of them leaves room for an answer."""
+    lengths = []
+    for number, prompt in enumerate(itertools.islice(prompts, _PROMPTS_LOOKED_AT)):
+        require_prompt(prompt)
+        lengths.append(0 if tokenizer is None else len(complete_prompt(prompt, prompt_id=str(number), tokenizer=tokenizer).tokens))
+    if not lengths:
+        raise ConfigError(field, value="no prompt", allowed="at least one prompt",
+                          remedy="Check the data set, or the arguments of the function that makes it.")
+    if tokenizer is not None and min(lengths) >= context_tokens:
+        raise ConfigError(field, value=f"prompts of {min(lengths)} tokens and more, the first {len(lengths)} of them",
+                          allowed=f"prompts that leave room for an answer in a context of {context_tokens} tokens",
+                          remedy="Shorten the prompts, or raise engine.context_tokens where the model allows it.")
+
+
+@contextlib.contextmanager
+def _user_code(field: str, reference: object) -> Iterator[None]:
+    """What the user's own code raises, with its place, as a ConfigError."""
+    try:
+        yield
+    except AsyncRLError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(field, value=reference, allowed="code that runs", remedy=f"It raised {type(error).__name__}: {error} "
+                          f"({place.filename}, line {place.lineno}, in {place.name}).") from error

@@ -1,0 +1,302 @@
+"""Whatever can be known to be wrong is refused before anything starts, by one message that docs/faults.md explains, with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl import cli, paths, place_check
+from asyncrl.config import parse_config
+from asyncrl.preflight import check_environment, needs_of
+from tests.tiny_model import make_tiny_model
+
+PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
+TASK = '''"""A task."""
+from asyncrl.types import Prompt
+
+
+def questions(count=3, text="1+1=", messages=()):
+    return [Prompt(text=text, messages=tuple(messages)) for _ in range(count)]
+
+
+def nothing():
+    return iter(())
+
+
+def numbers():
+    return [1, 2]
+
+
+def one_prompt():
+    return 7
+
+
+def raises():
+    raise RuntimeError("the data set is away")
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def reward(prompt, completion):
+    return 1.0
+
+
+def reward_of_three(prompt, completion, answer):
+    return 1.0
+
+
+def tiny(folder, layers=1):
+    """Makes a model."""
+
+
+def no_pairs(seed):
+    return iter(())
+
+
+def no_texts(seed):
+    return iter([(1, 2)])
+
+
+NUMBER = 3
+'''
+
+
+class Scene:
+    """A recipe that would start, its files, and the means to spoil one."""
+
+    def __init__(self, folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+        self.path: Path | None = None
+        """Given instead of the recipe."""
+        self.model = folder / "model"
+        shutil.copytree(model, self.model)
+        self.task = folder / "task.py"
+        self.task.write_text(TASK, encoding="utf-8")
+        self.tree: dict[str, Any] = {
+            "model": {"kind": "folder", "path": str(self.model)}, "prompts": {"kind": "function", "function": "task.py:questions"},
+            "engine": {"kind": "inline"}, "sampling": {"max_new_tokens": 4}, "env": {"reward": "task.py:reward"},
+            "buffer": {"groups_per_step": 2, "group_size": 2, "max_staleness": 0}, "advantages": "grpo", "loss": "decoupled_ppo",
+            "trainer": {"learning_rate": 1e-3}, "run": {"name": "r", "steps": 1, "folder": str(folder / "runs")}}
+
+    def set(self, place: str, value: object) -> None:
+        *parents, leaf = place.split(".")
+        node = self.tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+
+    def config(self, **changes: object) -> None:
+        """Change what the model's config.json says."""
+        path = self.model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def weights(self, change: Callable[[bytes], bytes]) -> None:
+        path = self.model / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    def jsonl(self, data: bytes) -> None:
+        path = self.folder / "data.jsonl"
+        path.write_bytes(data)
+        self.tree["prompts"] = {"kind": "jsonl", "path": str(path)}
+
+    def shards(self, *names: str) -> None:
+        (self.model / "model.safetensors").unlink()
+        (self.model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}}))
+
+    def warm_up(self, examples: str) -> None:
+        self.tree["warm_up"] = {"kind": "cross_entropy", "examples": examples, "held_out": "task.py:no_texts", "until_accuracy": 0.5}
+
+    def recipe(self) -> Path:
+        if self.path is not None:
+            return self.path
+        path = self.folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(self.tree), encoding="utf-8")
+        return path
+
+
+Spoil = Callable[[Scene], object]
+
+
+def lost(scene: Scene, name: str) -> None:
+    (scene.model / name).unlink()
+
+
+def refuse_loopback(scene: Scene) -> None:
+    def create_server(*given: object, **named: object) -> socket.socket:
+        raise OSError(99, "Cannot assign requested address")
+    scene.patch.setattr(place_check.socket, "create_server", create_server)
+
+
+def long_socket_folder(scene: Scene) -> None:
+    scene.patch.setattr("asyncrl.preflight.require_vllm", lambda: None)
+    scene.patch.setattr("asyncrl.preflight._check_engine", lambda config, folder: 256)
+    scene.patch.setenv("VLLM_RPC_BASE_PATH", "/tmp/" + "x" * 80)
+    scene.set("engine", {"kind": "vllm"})
+
+
+CASES: dict[str, Spoil] = {
+    "a recipe that is not there": lambda s: setattr(s, "path", s.folder / "away.yaml"),
+    "a recipe that is a folder": lambda s: setattr(s, "path", s.folder),
+    "a recipe that is no YAML": lambda s: setattr(s, "path", s.task),
+    "a model folder that is not there": lambda s: s.set("model.path", "nowhere"),
+    "a model folder without config.json": lambda s: lost(s, "config.json"),
+    "a model without a tokenizer": lambda s: lost(s, "tokenizer.json"),
+    "a model without weights": lambda s: lost(s, "model.safetensors"),
+    "a model whose weights are a pickle": lambda s: (s.model / "model.safetensors").rename(s.model / "pytorch_model.bin"),
+    "config.json that is no JSON": lambda s: (s.model / "config.json").write_text("{"),
+    "tokenizer.json that is no tokenizer": lambda s: (s.model / "tokenizer.json").write_text("{}"),
+    "weights that were cut off": lambda s: s.weights(lambda data: data[:-100]),
+    "weights with bytes behind them": lambda s: s.weights(lambda data: data + b"x"),
+    "weights of zero bytes": lambda s: s.weights(lambda data: b""),
+    "weights whose header is longer than the file": lambda s: s.weights(lambda data: b"\xff" * 7 + b"\x00" + data[8:]),
+    "weights whose header is garbage": lambda s: s.weights(lambda data: data[:8] + b"x" * (len(data) - 8)),
+    "weights whose header is not of tensors": lambda s: s.weights(lambda data: (2).to_bytes(8, "little") + b"[]"),
+    "an index that names missing shards": lambda s: s.shards("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    "an index that is no JSON": lambda s: (s.shards(), (s.model / "model.safetensors.index.json").write_text("x")),
+    "a tokenizer of another vocabulary": lambda s: s.config(vocab_size=8),
+    "an architecture nobody has": lambda s: s.config(model_type="perceptron"),
+    "an encoder": lambda s: s.config(model_type="t5"),
+    "a context longer than the model's": lambda s: s.set("engine.context_tokens", 100_000),
+    "a warm-up of a model that is not there": lambda s: (s.warm_up("task.py:no_texts"), s.set("model.path", "some/id"),
+                                                        s.patch.setattr("asyncrl.preflight._check_functions", lambda config: None)),
+    "a task file that is not there": lambda s: s.set("env.reward", "away.py:reward"),
+    "a reward that is not there": lambda s: s.set("env.reward", "task.py:rewrad"),
+    "a reward that is no function": lambda s: s.set("env.reward", "task.py:NUMBER"),
+    "a reward of another signature": lambda s: s.set("env.reward", "task.py:reward_of_three"),
+    "a task file with a syntax error": lambda s: s.task.write_text("def"),
+    "a task file that raises": lambda s: s.task.write_text("1 / 0"),
+    "a module that is not there": lambda s: s.set("env.reward", "no_such_package.rewards:score"),
+    "a prompts function that raises": lambda s: s.set("prompts.function", "task.py:raises"),
+    "a prompts function that exits": lambda s: s.set("prompts.function", "task.py:leaves"),
+    "a prompts function that yields nothing": lambda s: s.set("prompts.function", "task.py:nothing"),
+    "a prompts function that yields no prompts": lambda s: s.set("prompts.function", "task.py:numbers"),
+    "a prompts function that returns no iterable": lambda s: s.set("prompts.function", "task.py:one_prompt"),
+    "arguments the function does not take": lambda s: s.set("prompts.arguments", {"cuont": 3}),
+    "a held-out set that is empty": lambda s: s.set("eval", {
+        "kind": "prompts", "prompts": {"kind": "function", "function": "task.py:nothing"}}),
+    "prompts that are empty texts": lambda s: s.set("prompts.arguments", {"text": ""}),
+    "prompts longer than the context": lambda s: s.set("prompts.arguments", {"text": "1+" * 200}),
+    "messages for a model without a chat template": lambda s: s.set("prompts.arguments", {
+        "text": "", "messages": [{"role": "user", "content": "1"}]}),
+    "a data file that is not there": lambda s: s.set("prompts", {"kind": "jsonl", "path": "away.jsonl"}),
+    "a data file that is a folder": lambda s: s.set("prompts", {"kind": "jsonl", "path": str(s.folder)}),
+    "a data file of zero bytes": lambda s: s.jsonl(b""),
+    "a data file of blank lines": lambda s: s.jsonl(b"\n \n\n"),
+    "a data file of bytes": lambda s: s.jsonl(b'{"prompt": "1"}\n\xff\xfe\x00'),
+    "a row that is no JSON, far behind": lambda s: s.jsonl(b'{"prompt": "1"}\n' * 500 + b"{\n"),
+    "a row that is a list": lambda s: s.jsonl(b"[1, 2]\n"),
+    "a row without a prompt": lambda s: s.jsonl(b'{"question": "1"}\n'),
+    "a row whose prompt is a number": lambda s: s.jsonl(b'{"prompt": 3}\n'),
+    "a row with a message without content": lambda s: s.jsonl(b'{"prompt": [{"role": "user"}]}\n'),
+    "examples without a pair": lambda s: s.warm_up("task.py:no_pairs"),
+    "examples that are no texts": lambda s: s.warm_up("task.py:no_texts"),
+    "a setting of another type": lambda s: s.set("trainer.learning_rate", "fast"),
+    "a setting nobody knows": lambda s: s.set("trainer.learnig_rate", 1e-3),
+    "a run folder that cannot be written": lambda s: s.set("run.folder", "/proc/runs"),
+    "a run folder below a file": lambda s: s.set("run.folder", str(s.task)),
+    "a full disk": lambda s: s.patch.setattr(place_check, "free_bytes", lambda path: 1000),
+    "shared memory that is too small": lambda s: s.patch.setattr(place_check, "free_bytes", lambda path: 10**12 * ("shm" not in str(path))),
+    "shared memory that cannot be written": lambda s: s.patch.setattr(place_check, "shared_place", lambda: Path("/proc")),
+    "a machine without loopback": refuse_loopback,
+    "a temporary folder with a long name": long_socket_folder,
+    "a machine without torch": lambda s: s.patch.setattr("asyncrl.preflight.importlib.util.find_spec", lambda name: None),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def scene(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.chdir(tmp_path)
+    return Scene(tmp_path, model, monkeypatch)
+
+
+def page_patterns() -> list[str]:
+    """The messages of the page's table of refusals; an ellipsis stands for anything."""
+    section = PAGE.read_text(encoding="utf-8").split("## Before anything starts", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE)
+
+
+def matches(pattern: str, message: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("…"))), message, re.DOTALL) is not None
+
+
+def refusal(scene: Scene, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line says."""
+    started: list[object] = []
+
+    async def train(config: object, **options: object) -> None:
+        started.append(config)
+
+    scene.patch.setattr(cli, "train", train)
+    assert cli.main(["train", str(scene.recipe())]) == cli.EXIT_USAGE
+    assert not started
+    return capsys.readouterr().err.rstrip().removeprefix("asyncrl: ")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_message_of_the_page_and_exit_code_2_before_anything_starts(case: str, scene: Scene,
+                                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    CASES[case](scene)
+    message = refusal(scene, capsys)
+    assert " is not allowed: " in message
+    assert [pattern for pattern in page_patterns() if matches(pattern, message)], f"docs/faults.md does not explain: {message}"
+    assert not (scene.folder / "runs").exists()
+
+
+def test_every_refusal_on_the_page_is_produced_by_a_case(model: Path, tmp_path_factory: pytest.TempPathFactory,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    messages = []
+    for case, spoil in CASES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            folder = tmp_path_factory.mktemp("case")
+            patch.chdir(folder)
+            scene = Scene(folder, model, patch)
+            spoil(scene)
+            messages.append(refusal(scene, capsys))
+            assert messages[-1], case
+    assert [pattern for pattern in page_patterns() if not any(matches(pattern, message) for message in messages)] == []
+
+
+def test_what_is_whole_passes_and_leaves_nothing(scene: Scene) -> None:
+    before = sorted(os.listdir(scene.folder)), sorted(os.listdir(paths.shared_place()))
+    check_environment(parse_config(scene.tree, base=scene.folder))
+    after = sorted(set(os.listdir(scene.folder)) - {"__pycache__"}), sorted(os.listdir(paths.shared_place()))
+    assert after == before
+
+
+def test_one_long_prompt_among_short_ones_is_no_reason_to_refuse(scene: Scene) -> None:
+    scene.jsonl(b'{"prompt": "' + b"1" * 500 + b'"}\n{"prompt": "1"}\n')
+    check_environment(parse_config(scene.tree, base=scene.folder))
+
+
+def test_a_vocabulary_that_is_padded_is_fine(scene: Scene, tmp_path: Path) -> None:
+    scene.model = make_tiny_model(tmp_path / "padded", vocab=64)
+    scene.set("model.path", str(scene.model))
+    check_environment(parse_config(scene.tree, base=scene.folder))
+
+
+def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
+    scene.set("weights.dtype", "float32")
+    sizes = needs_of(parse_config(scene.tree, base=scene.folder))
+    weights_bytes = (scene.model / "model.safetensors").stat().st_size
+    parameters = (sizes.shared_bytes // 2 - 2 * 2 * 4 * 32) // 4
+    assert 0 < weights_bytes - 4 * parameters < 10_000  # the header
+    assert sizes.disk_bytes == 4 * parameters + 2 * 12 * parameters
+    assert sizes.memory_bytes == 20 * parameters
+    scene.set("trainer.checkpoint_every_steps", None)
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters
