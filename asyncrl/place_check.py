@@ -35,8 +35,8 @@ def check_run_folder(folder: Path, *, need_bytes: int) -> None:
     free = free_bytes(folder)
     if free < need_bytes:
         raise ConfigError("run.folder", value=f"{folder}, {shown_bytes(free)} free",
-                          allowed=f"{shown_bytes(need_bytes)} for the exported model and two checkpoints",
-                          remedy="Free some, set run.folder to another disk, or write no checkpoints: trainer.checkpoint_every_steps=null.")
+                          allowed=f"{shown_bytes(need_bytes)} for the exported model and its checkpoints",
+                          remedy="Free some, or set run.folder to another disk.")
 
 
 def check_shared_memory(need_bytes: int) -> None:

@@ -46,7 +46,7 @@ class Sizes:
     """What a run takes of the machine, by its model and settings; a model that is not made yet counts 0."""
 
     disk_bytes: int
-    """The exported model, and two checkpoints: the older goes when the newer is whole."""
+    """The exported model, and the checkpoints: the last one, or two, for the older goes when the newer is whole."""
     shared_bytes: int
     """Two versions of the published weights, and the batches of two steps."""
     memory_bytes: int
@@ -84,10 +84,10 @@ def needs_of(config: RunConfig) -> Sizes:
 
 
 def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
-    checkpoint = 0 if config.trainer.checkpoint_every_steps is None else size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES)
+    checkpoints = 1 if config.trainer.checkpoint_every_steps is None else 2
     batch = config.buffer.groups_per_step * config.buffer.group_size * config.sampling.max_new_tokens * _TOKEN_BYTES
     held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
-    return Sizes(disk_bytes=size.weights_bytes + 2 * checkpoint,
+    return Sizes(disk_bytes=size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),
                  shared_bytes=2 * (size.parameters * _ITEM_BYTES[config.weights.dtype] + batch),
                  memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
 

@@ -299,4 +299,4 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     assert sizes.disk_bytes == 4 * parameters + 2 * 12 * parameters
     assert sizes.memory_bytes == 20 * parameters
     scene.set("trainer.checkpoint_every_steps", None)
-    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters + 12 * parameters
