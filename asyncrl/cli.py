@@ -116,7 +116,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", nargs="?", help="path or name of a recipe to check on this machine: its files, model, data, functions and sizes")
+    parser.add_argument("recipe", nargs="?", help="path or name of a recipe to check here: its files, model, data, functions and sizes")
 
 
 COMMANDS = (
