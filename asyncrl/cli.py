@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from asyncrl.doctor.report import diagnose, table
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import Console, open_console
+from asyncrl.observe.watch import Watch, find_run
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
 from asyncrl.run_state import Resume
@@ -34,6 +37,7 @@ EXIT_TERMINATED = 143
 
 _RESUMES = ("newest", "auto")
 
+_WATCH_INTERVAL_S = 0.5
 _OUTPUT_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EPIPE})
 """The machine's, not a bug's: a full disk, a console that was closed. Their traceback says nothing."""
 
@@ -119,11 +123,30 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="path or name of a recipe to check here: its files, model, data, functions and sizes")
 
 
+def _watch(options: argparse.Namespace) -> int:
+    folder = find_run(options.run_folder)
+    console = open_console()
+    watch = Watch(folder, console)
+    try:
+        ended_well = watch.once() if options.once else watch.follow(pause=functools.partial(time.sleep, _WATCH_INTERVAL_S))
+    except KeyboardInterrupt:  # whoever watches may stop; the run does not notice
+        return EXIT_OK
+    finally:
+        console.close()
+    return EXIT_OK if ended_well else EXIT_FAILED
+
+
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="the folder of a run, or its name below runs/")
+    parser.add_argument("--once", action="store_true", help="show how things stand and return")
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
     Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,
             takes_settings=True),
+    Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
 
 

@@ -89,7 +89,7 @@ def claim(folder: Path) -> IO[str]:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = folder.with_name(f".{folder.name}.lock").open("a", encoding="utf-8")
+        lock = _lock_of(folder).open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError("run.folder", value=str(folder.parent), allowed="a folder that can be written", remedy=f"{error}.") from error
     try:
@@ -99,3 +99,20 @@ def claim(folder: Path) -> IO[str]:
         raise ConfigError("run.name", value=folder.name, allowed=f"a name that no running run has in {folder.parent}",
                           remedy="Wait for that run, or choose another name.") from None
     return lock
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process has claimed `folder` now. Writes nothing; a folder that is free is locked for an instant, one that is not never."""
+    try:
+        with _lock_of(folder).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def _lock_of(folder: Path) -> Path:
+    """The file whose lock says that a process has the folder; beside it, for the folder may be moved."""
+    return folder.with_name(f".{folder.name}.lock")

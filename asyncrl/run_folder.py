@@ -18,7 +18,7 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.health import RunSettings
 from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, rollout_rows
 from asyncrl.observe.plots import plot_reward
-from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, mean_of, reward_curve, total_of
+from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, last_line, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
 from asyncrl.paths import claim
 from asyncrl.rollout.evaluate import Evaluation
@@ -49,21 +49,22 @@ class RunFolder:
             known = self.resumed.notes if self.resumed else {}
             self.notes = {"wandb_id": known.get("wandb_id") or uuid.uuid4().hex[:8], "config": config.model_dump(mode="json")}
             """What a run that resumes this one must find in its checkpoints."""
-            if self.resumed:
-                self._take_up(self.resumed)
-            elif kept := move_aside(folder):
+            rows = self._take_up(self.resumed) if self.resumed else []
+            if not self.resumed and (kept := move_aside(folder)):
                 console.note(f"an earlier run of this name is kept as {kept}")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
             console.start(RunSettings.of(config.model_dump(mode="json")), where=f"in {folder}")
+            if rows:
+                console.catch_up(rows)
             self._metrics = JsonlWriter(folder / "metrics.jsonl")
             self._rollouts = JsonlWriter(folder / "rollouts.jsonl")
         except BaseException:
             self._claim.close()
             raise
 
-    def _take_up(self, state: RunState) -> None:
-        """Cut what was written after the checkpoint, and read what was written before it."""
+    def _take_up(self, state: RunState) -> list[dict[str, Any]]:
+        """Cut what was written after the checkpoint. Gives the rows that were written before it."""
         require_same_model(state.notes.get("config", {}), self._config)
         rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: row.get("trainer_step", row.get("eval_version", 0)) <= state.index)
         cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: row["step"] <= state.index)
@@ -72,6 +73,7 @@ class RunFolder:
         self._wall_s = rows[-1]["wall_s"] if rows else 0.0
         self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
                            f"{len(state.unfinished)} prompts that were not finished are issued again")
+        return rows
 
     def track(self) -> None:
         """Start the tracker, if there is one, and detach the console: after the reward zygote was forked, for both bring a thread."""
@@ -123,9 +125,7 @@ class RunFolder:
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         steps, rewards = reward_curve(self._rows)
         plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=self._evaluations, title=self._config.run.name)
-        self._console.end(f"reward {_shown(summary['reward_first'])} → {_shown(summary['reward_last'])}, "
-                          f"held-out {_shown(summary['eval_before'])} → {_shown(summary['eval_after'])}, "
-                          f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {self.path}")
+        self._console.end(last_line(summary, place=str(self.path)))
         return summary
 
     def _summary(self, account: Account) -> dict[str, Any]:
@@ -184,7 +184,3 @@ def require_same_model(saved: Mapping[str, Any], config: RunConfig) -> None:
         if section in saved and saved[section] != value:
             raise ConfigError(section, value=value, allowed=f"what the run began with, {saved[section]}",
                               remedy="Resume with that, or begin a new run under another run.name.")
-
-
-def _shown(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"

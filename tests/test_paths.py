@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.paths import claim, make_shared_folder
+from asyncrl.paths import claim, is_claimed, make_shared_folder
 
 
 def made_by_another() -> Path:
@@ -56,3 +56,13 @@ def test_a_place_where_no_folder_can_be_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.folder.*file"):
         claim(tmp_path / "file" / "run")
+
+
+def test_whether_a_folder_is_claimed_can_be_asked_without_being_in_the_way(tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    assert not is_claimed(folder)
+    with claim(folder):
+        assert is_claimed(folder)
+        assert not is_claimed(tmp_path / "runs" / "yours")
+    assert not is_claimed(folder)
+    assert [path.name for path in folder.parent.iterdir()] == [".mine.lock"]

@@ -150,7 +150,9 @@ class Board:
         if newest is not first:
             cells.append(_held_out_reward(first))
         sources = [(name, value) for name, value in _named(newest, "eval/", "/mean") if name != "reward"]
-        return (*cells, *(Cell(f"{shorten(name, _NAME_WIDTH)} {number(value)}") for name, value in sources[:_MOST_NAMES]))
+        if len(sources) > 1:
+            cells += [Cell(f"{shorten(name, _NAME_WIDTH)} {number(value)}") for name, value in sources[:_MOST_NAMES]]
+        return tuple(cells)
 
     def _judge(self, quantity: Quantity, values: Mapping[str, float]) -> str:
         if quantity.metric not in values:

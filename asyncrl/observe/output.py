@@ -13,7 +13,7 @@ from asyncrl.observe.figures import encodable
 class Output:
     """Text to a stream, unbuffered. What its encoding lacks is shown in ASCII. Raises OSError or ValueError when the stream is closed."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self._stream = stream
         self._descriptor: int | None = None
@@ -24,6 +24,8 @@ class Output:
     def write(self, text: str) -> int:
         """Write all of it; waits for a terminal that does not take it now."""
         shown = encodable(text, self.encoding)
+        if self._stream is None:  # closed before we began
+            return len(text)
         if self._descriptor is None:
             self._stream.write(shown)
             self._stream.flush()

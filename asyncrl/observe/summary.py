@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 EDGE_STEPS = 3
 """`reward_first` and `reward_last` average over so many steps: one lucky batch does not make them, nor what the run learns meanwhile."""
@@ -39,6 +40,18 @@ def largest_of(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
 def total_of(rows: Sequence[Mapping[str, float]], name: str) -> float:
     """Sum over the steps."""
     return sum(row.get(name, 0.0) for row in rows)
+
+
+def last_line(summary: Mapping[str, Any], *, place: str) -> str:
+    """A summary in a sentence."""
+    early = f"; ended early: {summary['ended_early']}" if summary.get("ended_early") else ""
+    return (f"reward {_shown(summary.get('reward_first'))} → {_shown(summary.get('reward_last'))}, "
+            f"held-out {_shown(summary.get('eval_before'))} → {_shown(summary.get('eval_after'))}, "
+            f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {place}{early}")
+
+
+def _shown(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3f}"
 
 
 def _reward(rows: Sequence[Mapping[str, float]]) -> float | None:

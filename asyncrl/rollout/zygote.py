@@ -65,8 +65,9 @@ class Zygote:
         log.parent.mkdir(parents=True, exist_ok=True)
         controller_pid = os.getpid()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed under us: then nothing of it comes twice
+                stream.flush()
         with warnings.catch_warnings():
             # Newer Pythons warn of every fork beside a thread. NumPy's BLAS keeps some, and stops them around a fork.
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -99,9 +99,9 @@ def test_a_broken_promise_is_warned_of_at_once():
 
 def test_an_evaluation_is_compared_with_the_first():
     lines = shown({"eval_version": 0, "eval/reward/mean": 0.25, "eval/errors/sum": 0, "eval/held_out/mean": 0.25}, step_row(1),
-                  {"eval_version": 25, "eval/reward/mean": 0.5, "eval/errors/sum": 2, "eval/held_out/mean": 0.5})
-    assert lines[1].split(maxsplit=1) == ["held-out", "0.250 at version 0, errors 0, held_out 0.250"]
-    assert lines[-1].split(maxsplit=1) == ["held-out", "0.500 at version 25, errors 2!, 0.250 at version 0, held_out 0.500"]
+                  {"eval_version": 25, "eval/reward/mean": 0.5, "eval/errors/sum": 2, "eval/a/mean": 0.5, "eval/b/mean": None})
+    assert lines[1].split(maxsplit=1) == ["held-out", "0.250 at version 0, errors 0"]
+    assert lines[-1].split(maxsplit=1) == ["held-out", "0.500 at version 25, errors 2!, 0.250 at version 0, a 0.500, b nan"]
 
 
 def test_quiet_has_warnings_and_the_last_line():
