@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.observe.console import Console, open_console
 from asyncrl.observe.live import LiveFace
+from asyncrl.observe.output import Output
 from asyncrl.observe.plain import PlainFace
 from tests.observe.rows import SETTINGS, step_row
 
@@ -169,3 +170,21 @@ def test_a_terminal_without_unicode_is_written_to_in_ascii(monkeypatch):
     console.close()
     text = raw.getvalue().decode("ascii")
     assert (console.lost, "0.1 > 0.9" in text, "gr??e" in text) == (0, True, True)
+
+
+def test_a_console_without_any_output_goes_on():
+    console = Console(PlainFace(Output(None).line))
+    console.start(SETTINGS, where="here")
+    console.row(step_row(1))
+    assert (console.lost, Output(None).isatty()) == (0, False)
+
+
+def test_rows_of_before_a_resume_count_and_are_not_shown_again():
+    lines: list[str] = []
+    console = Console(PlainFace(lines.append))
+    console.start(SETTINGS, where="here", with_table=False)
+    console.catch_up([step_row(step, correction__ess__frac=0.1) for step in range(1, 8)])
+    console.row(step_row(8))
+    steps = [line.split()[0] for line in lines if line.startswith(" " * 5) and line.split()[0].isdigit()]
+    assert (steps, any(line.startswith("warning") for line in lines)) == (["8"], False)
+    assert any("▁▁▁▁▁▁▁," in line for line in lines)
