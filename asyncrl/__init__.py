@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from asyncrl.loop import Run
     from asyncrl.rollout.engine import Interruption
     from asyncrl.rollout.env import Env, Outcome, Session, SingleTurn
+    from asyncrl.rollout.eval_set import EvalSet
+    from asyncrl.rollout.evaluation import Evaluation
     from asyncrl.rollout.inline_engine import InlineEngine
     from asyncrl.rollout.prompts import Mixture, PromptSource
     from asyncrl.rollout.task_config import ProbeConfig
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from asyncrl.weights.config import WeightsConfig
 
 __all__ = [
-    "Env", "InlineEngine", "Interruption", "Mixture", "Outcome", "ProbeConfig", "Prompt", "PromptSource", "ReplayBuffer", "Rollout",
-    "RolloutGroup", "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status", "StepReport", "Trainer",
-    "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
+    "Env", "EvalSet", "Evaluation", "InlineEngine", "Interruption", "Mixture", "Outcome", "ProbeConfig", "Prompt", "PromptSource",
+    "ReplayBuffer", "Rollout", "RolloutGroup", "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status",
+    "StepReport", "Trainer", "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
 ]
 
 _HOMES = MappingProxyType({
@@ -39,6 +41,8 @@ _HOMES = MappingProxyType({
     "asyncrl.loop": ("Run",),
     "asyncrl.rollout.engine": ("Interruption",),
     "asyncrl.rollout.env": ("Env", "Outcome", "Session", "SingleTurn"),
+    "asyncrl.rollout.eval_set": ("EvalSet",),
+    "asyncrl.rollout.evaluation": ("Evaluation",),
     "asyncrl.rollout.inline_engine": ("InlineEngine",),
     "asyncrl.rollout.prompts": ("Mixture", "PromptSource"),
     "asyncrl.rollout.task_config": ("ProbeConfig",),

@@ -30,14 +30,15 @@ from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
-from asyncrl.observer import Observer, Questions
+from asyncrl.observer import Means, Observer
 from asyncrl.pairs import check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import BySource, Samplings, check_sampling, check_sources
 from asyncrl.rollout.engine import Engine, Interruption
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.evaluate import Evaluation, first_failure
-from asyncrl.rollout.prompt_rows import complete_prompt
+from asyncrl.rollout.eval_set import check_sets, sources_of
+from asyncrl.rollout.evaluate import first_failure
+from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.worker import RolloutWorker
@@ -70,8 +71,11 @@ class Run:
         self.env: Env = BySource(env) if isinstance(env, Mapping) else env
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
         check_pairs(buffer=buffer.config, training=trainer.config, weights=self.options.weights)
-        check_sources(prompts.names, env=env, sampling=sampling, others=[prompt.source for prompt in self.options.eval_prompts])
+        check_sources(prompts.names, field="env", given=env, others=sources_of(self.options.eval_sets))
+        check_sources(prompts.names, field="sampling", given=sampling,
+                      others=sources_of(asked for asked in self.options.eval_sets if asked.sampling is None))
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
+        check_sets(self.options.eval_sets, engines=self.engines)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
@@ -198,9 +202,9 @@ class Run:
                 self.recorder.partial(key, sequences)
 
     async def evaluate(self) -> Evaluation:
-        """Mean reward over `options.eval_prompts`. Waits until the engines hold the newest version; unblocked by sync.
+        """Rewards and pass@k on `options.eval_sets`. Waits until the engines hold the newest version; unblocked by sync.
 
-        Raises ConfigError without prompts: a mean over nothing is no reward.
+        Raises ConfigError without sets: a mean over nothing is no reward.
         """
         self._require_open()
         with self._meter.aside():
@@ -217,6 +221,11 @@ class Run:
         """Write a checkpoint of now; returns when it is whole. To be called between two steps."""
         await self.trainer.checkpoint(self.state().to_bytes())
         await self.trainer.settle()
+
+    async def export(self, path: str | Path) -> None:
+        """Write a Hugging Face folder of the current weights. Its time belongs to no step. Raises NonFiniteError."""
+        with self._meter.aside():
+            await self.trainer.export(path)
 
     async def finish(self) -> None:
         """Stop producing for good. What is running or buffered is dropped as `end_of_run`, so that the ledger closes on it too."""
@@ -249,8 +258,11 @@ class Run:
             raise first_failure(failures) from None
         for engine in self.engines:
             self.buffer.add_engine(engine.name, self.trainer.version)
-        self.worker = self._make_worker(self.ledger)
-        self.observer = self._make_observer(probed)
+        self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed,
+                                    error_budget=self.options.error_budget)
+        self.observer = Observer(Means(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s),
+                                 sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,
+                                 probe=self.options.probe, weights=self.weights, trainer=self.trainer)
         await self.weights.start()
         self._meter = Meter(self.router)
 
@@ -307,16 +319,6 @@ class Run:
         self.buffer.complete(rollout)
         self.prompts.observe(slot.prompt, rollout)
         self._meter.scored(rollout)
-
-    def _make_worker(self, ledger: Ledger) -> RolloutWorker:
-        return RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=ledger, seed=self.options.seed,
-                             error_budget=self.options.error_budget)
-
-    def _make_observer(self, probed: tuple[Prompt, ...]) -> Observer:
-        held_out = tuple(complete_prompt(prompt, prompt_id=f"eval/{number}", tokenizer=self.tokenizer)
-                         for number, prompt in enumerate(self.options.eval_prompts))
-        return Observer(self._make_worker(Ledger()), questions=Questions(evaluation=held_out, probe=probed), weights=self.weights,
-                        trainer=self.trainer, probe=self.options.probe, timeout_s=self.buffer.config.stall_timeout_s)
 
     async def _probe_when_due(self) -> None:
         if not self.observer.probe_is_due(self.index) or self.trainer.version % self.options.weights.publish_every_steps:

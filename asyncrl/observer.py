@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from asyncrl.accounting import Ledger
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.evaluate import Evaluation, roll_out_all, summarise
+from asyncrl.rollout.by_source import Samplings
+from asyncrl.rollout.env import Env
+from asyncrl.rollout.eval_set import EvalSet
+from asyncrl.rollout.evaluate import roll_out_all
+from asyncrl.rollout.evaluation import Evaluation, SetResult, summarise
 from asyncrl.rollout.probe import Parity, judge, measure_parity
+from asyncrl.rollout.router import Router
+from asyncrl.rollout.seeds import derive_seed
 from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.rollout.worker import RolloutWorker
 from asyncrl.sync import WeightSync
@@ -18,40 +25,50 @@ _EVAL_GROUP, _PROBE_GROUP = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """What an observer asks, with ids and tokens filled in."""
+class Means:
+    """What rollouts outside the buffer are made with: the run's own."""
 
-    evaluation: tuple[Prompt, ...]
-    probe: tuple[Prompt, ...]
+    router: Router
+    env: Env
+    sampling: Samplings
+    seed: int
+    stall_timeout_s: float
+    """How long a whole evaluation, or probe, may go without a rollout that ends."""
+
+    async def roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int, purpose: str = "",
+                       sampling: Samplings | None = None) -> list[Rollout]:
+        """One rollout a prompt, counted in no ledger. The same prompts for the same purpose have the same seeds every time."""
+        worker = RolloutWorker(self.router, self.env, sampling=sampling or self.sampling, ledger=Ledger(),
+                               seed=derive_seed(self.seed, purpose), error_budget=None)
+        return await roll_out_all(worker, prompts, group_id=group_id, stall_timeout_s=self.stall_timeout_s)
 
 
 class Observer:
     """Asks the engines when they hold the newest published version; its rollouts are trained on by nobody.
 
     Args:
-        worker: runs the rollouts; its ledger is not the run's.
-        questions: the prompts.
+        means: what it rolls out with.
+        sets: held-out sets, completed.
+        probed: prompts of the parity probe.
+        probe: when, and how far engine and trainer may differ.
         weights: says when the engines hold the newest version.
         trainer: scores what the probe got.
-        probe: when, and how far engine and trainer may differ.
-        timeout_s: for the rollouts of one evaluation or probe.
     """
 
-    def __init__(self, worker: RolloutWorker, *, questions: Questions, weights: WeightSync, trainer: Trainer, probe: ProbeConfig,
-                 timeout_s: float) -> None:
-        self._worker, self._questions, self._weights, self._trainer, self._probe = worker, questions, weights, trainer, probe
-        self._timeout_s = timeout_s
+    def __init__(self, means: Means, *, sets: SequenceOf[EvalSet], probed: SequenceOf[Prompt], probe: ProbeConfig, weights: WeightSync,
+                 trainer: Trainer) -> None:
+        self._means, self._sets, self._probed, self._probe, self._weights, self._trainer = means, sets, probed, probe, weights, trainer
         self._probe_at = 0
 
     async def evaluate(self) -> Evaluation:
-        """Mean reward over the held-out prompts. Waits until the engines hold the newest version; unblocked by sync.
+        """Every set, one after another. Waits until the engines hold the newest version; unblocked by sync.
 
-        Raises ConfigError without prompts: a mean over nothing is no reward.
+        Raises ConfigError without sets: a mean over nothing is no reward.
         """
-        if not self._questions.evaluation:
-            raise ConfigError("eval_prompts", value=(), allowed="at least one prompt to evaluate", remedy="Set RunOptions.eval_prompts.")
-        await self._weights.applied()
-        return summarise(await self._roll_out(self._questions.evaluation, group_id=_EVAL_GROUP))
+        if not self._sets:
+            raise ConfigError("eval_sets", value=(), allowed="at least one set to evaluate", remedy="Set RunOptions.eval_sets.")
+        version = await self._weights.applied()
+        return Evaluation({asked.name: await self._ask(asked) for asked in self._sets}, version=version)
 
     def probe_is_due(self, index: int) -> bool:
         """Whether the probe comes before the step after `index` steps."""
@@ -60,7 +77,7 @@ class Observer:
     async def roll_out_probe(self, index: int) -> tuple[int, list[Rollout]]:
         """The version the engines hold, and the probe's rollouts. Waits until it is the newest; unblocked by sync."""
         self._probe_at = index + self._probe.every_steps
-        return await self._weights.applied(), await self._roll_out(self._questions.probe, group_id=_PROBE_GROUP)
+        return await self._weights.applied(), await self._means.roll_out(self._probed, group_id=_PROBE_GROUP)
 
     async def judge_probe(self, version: int, rollouts: SequenceOf[Rollout]) -> Parity:
         """Engine against trainer logprobs of these rollouts. Raises RunAborted with the likely cause when they differ too much."""
@@ -68,5 +85,6 @@ class Observer:
         judge(parity, max_mean_gap=self._probe.max_mean_gap)
         return parity
 
-    async def _roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int) -> list[Rollout]:
-        return await roll_out_all(self._worker, prompts, group_id=group_id, timeout_s=self._timeout_s)
+    async def _ask(self, asked: EvalSet) -> SetResult:
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.samples_per_prompt)]
+        return summarise(asked, await self._means.roll_out(prompts, group_id=_EVAL_GROUP, purpose=asked.name, sampling=asked.sampling))

@@ -6,6 +6,8 @@ from asyncrl.buffer.config import BufferConfig, check_publish_interval
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.config import EngineConfig
 from asyncrl.rollout.engine import Interruption, require
+from asyncrl.rollout.eval_set import check_set_sampling
+from asyncrl.rollout.task_config import SetsEval
 from asyncrl.train.config import TrainConfig
 from asyncrl.types import Sampling
 from asyncrl.weights.config import WeightsConfig
@@ -33,6 +35,17 @@ def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsCo
                           allowed="published values that the engine can hold exactly: bfloat16 in either, float32 in float32",
                           remedy="Set weights.dtype=bfloat16, or engine.dtype=float32.")
     require(engine.capabilities(context_tokens=most_tokens or 0), sampling, Interruption(weights.interruption), engine=engine.kind)
+
+
+def check_evaluation(evaluation: SetsEval, *, engine: EngineConfig, sampling: Sampling, weights: WeightsConfig) -> None:
+    """Raise ConfigError when evaluations fall between published versions, or a set needs what this kind of engine lacks."""
+    if evaluation.every_steps % weights.publish_every_steps:
+        raise ConfigError("eval.every_steps, weights.publish_every_steps", value=(evaluation.every_steps, weights.publish_every_steps),
+                          allowed="evaluations of versions that are published",
+                          remedy="Make eval.every_steps a multiple of weights.publish_every_steps.")
+    capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
+    for name, asked in evaluation.sets.items():
+        check_set_sampling(name, asked.sampling.over(sampling), capabilities=capabilities, engine=engine.kind)
 
 
 def _correction_of_stale_data_is_chosen(buffer: BufferConfig, training: TrainConfig) -> None:

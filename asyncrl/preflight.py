@@ -23,7 +23,7 @@ from asyncrl.rollout.config import TransformersEngineConfig, VLLMEngineConfig
 from asyncrl.rollout.engine import Interruption, require
 from asyncrl.rollout.judge import named_rewards
 from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_prompt
-from asyncrl.rollout.task_config import FunctionData, JsonlData
+from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsEval
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
 from asyncrl.tokenizer import Tokenizer
@@ -46,7 +46,8 @@ class Sizes:
     """What a run takes of the machine, by its model and settings; a model that is not made yet counts 0."""
 
     disk_bytes: int
-    """The exported model, and the checkpoints: the last one, or two, for the older goes when the newer is whole."""
+    """The exported model, the best one, twice while it changes, and the checkpoints: the last, or two, for the older goes when the
+    newer is whole."""
     shared_bytes: int
     """Two versions of the published weights, and the batches of two steps."""
     memory_bytes: int
@@ -87,7 +88,8 @@ def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
     checkpoints = 1 if config.trainer.checkpoint_every_steps is None else 2
     batch = config.buffer.groups_per_step * config.buffer.group_size * config.sampling.max_new_tokens * _TOKEN_BYTES
     held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
-    return Sizes(disk_bytes=size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),
+    exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1
+    return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),
                  shared_bytes=2 * (size.parameters * _ITEM_BYTES[config.weights.dtype] + batch),
                  memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
 
@@ -148,8 +150,8 @@ def _check_engine(config: RunConfig, folder: Path) -> int:
 
 def _data_sections(config: RunConfig) -> list[tuple[str, FunctionData | JsonlData, str]]:
     """Every section that gives prompts: its field, itself, and the source its rows are of."""
-    held_out = getattr(config.eval, "prompts", None)
-    return [("prompts", config.prompts, "train"), *([("eval.prompts", held_out, "eval")] if held_out is not None else [])]
+    sets = config.eval.sets if isinstance(config.eval, SetsEval) else {}
+    return [("prompts", config.prompts, "train"), *((f"eval.sets.{name}.prompts", asked.prompts, name) for name, asked in sets.items())]
 
 
 def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> Iterator[Prompt]:

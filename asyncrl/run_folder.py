@@ -7,11 +7,12 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.accounting import Account
+from asyncrl.best import BestWeights
 from asyncrl.config import RunConfig, Wandb, dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import Console
@@ -21,7 +22,8 @@ from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, last_line, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
 from asyncrl.paths import claim
-from asyncrl.rollout.evaluate import Evaluation
+from asyncrl.rollout.evaluation import Evaluation
+from asyncrl.rollout.task_config import KeepBest, SetsEval
 from asyncrl.run_state import Resume, RunState, find_checkpoint, load_state
 from asyncrl.step_report import StepReport
 
@@ -37,7 +39,8 @@ class RunFolder:
         self._config, self._console = config, console
         self._wandb: WandbWriter | None = None
         self._rows: list[dict[str, float]] = []
-        self._evaluations: dict[int, float] = {}
+        self._evaluations: dict[int, float | None] = {}
+        self._best = _best_weights(config, folder)
         self._began_s: float | None = None
         self._wall_s = 0.0
         self._ended_early = ""
@@ -69,7 +72,7 @@ class RunFolder:
         rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: row.get("trainer_step", row.get("eval_version", 0)) <= state.index)
         cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: row["step"] <= state.index)
         self._rows = [{name: row[name] for name in SUMMARY_METRICS if name in row} for row in rows if "step" in row]
-        self._evaluations = {row["eval_version"]: row["eval/reward/mean"] for row in rows if "eval_version" in row}
+        self._evaluations = {row["eval/step/last"]: self._leading_reward(row) for row in rows if "eval_version" in row}
         self._wall_s = rows[-1]["wall_s"] if rows else 0.0
         self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
                            f"{len(state.unfinished)} prompts that were not finished are issued again")
@@ -112,29 +115,41 @@ class RunFolder:
         """Whether there is an evaluation of this step, also one from before a resume."""
         return step in self._evaluations
 
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Note one evaluation."""
-        self._evaluations[step] = evaluation.reward_mean
-        self._write({"eval_version": evaluation.version_max, "eval/reward/mean": evaluation.reward_mean,
-                     "eval/errors/sum": evaluation.num_errors,
-                     **{f"eval/{source}/mean": value for source, value in evaluation.by_source.items()}})
+    def resume_best(self, version: int) -> None:
+        """Go on from the best evaluation that an earlier part of this run, up to `version`, has left."""
+        if self._best is not None:
+            self._best.resume(version)
+
+    async def evaluated(self, step: int, evaluation: Evaluation, *, export: Callable[[Path], Awaitable[None]]) -> None:
+        """Note one evaluation. If it is the best so far, `export` writes its weights to `best/`."""
+        for name, result in evaluation.sets.items():
+            if result.reward is None:
+                self._console.note(f"evaluation of {name}: each of {result.num_rollouts} rollouts failed, the last with "
+                                   f"{result.failure.splitlines()[0]}", is_warning=True)
+        # The row comes last: a run that resumes and finds it does not evaluate this step again.
+        if self._best is not None and await self._best.offer(evaluation, step=step, export=export):
+            self._console.note(f"the best evaluation so far: its weights are kept in {self._best.path}")
+        self._evaluations[step] = self._leading_reward(evaluation.metrics)
+        self._write({"eval_version": evaluation.version_max, "eval/step/last": step, **evaluation.metrics})
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
         summary = self._summary(account) | ({"ended_early": self._ended_early} if self._ended_early else {})
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         steps, rewards = reward_curve(self._rows)
-        plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=self._evaluations, title=self._config.run.name)
+        evaluations = {step: reward for step, reward in self._evaluations.items() if reward is not None}
+        plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=evaluations, title=self._config.run.name)
         self._console.end(last_line(summary, place=str(self.path)))
         return summary
 
     def _summary(self, account: Account) -> dict[str, Any]:
         rows = self._rows
         first, last = edge_rewards(rows)
-        evaluations = list(self._evaluations.values())
+        evaluations = [reward for reward in self._evaluations.values() if reward is not None]
         return {
             "reward_first": first, "reward_last": last,
             "eval_before": evaluations[0] if evaluations else None, "eval_after": evaluations[-1] if evaluations else None,
+            "best_step": self._best.step if self._best else None, "best_reward": self._best.reward if self._best else None,
             "steps": len(rows), "wall_s": self._wall_s,
             "rollout_tokens": account.generated.tokens, "trained_tokens": account.trained.tokens,
             "tokens_dropped": {reason: count.tokens for reason, count in account.dropped.items()},
@@ -157,6 +172,10 @@ class RunFolder:
             if self._wandb.dropped:
                 self._console.note(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}", is_warning=True)
 
+    def _leading_reward(self, row: Mapping[str, Any]) -> float | None:
+        """The reward of the set that stands for all, in the metrics of an evaluation."""
+        return row.get(f"eval/{self._config.eval.leading}/reward/mean") if isinstance(self._config.eval, SetsEval) else None
+
     def _elapsed_s(self) -> float:
         """Since the first step, without the time between two processes of a resumed run."""
         return self._wall_s if self._began_s is None else time.monotonic() - self._began_s
@@ -175,6 +194,12 @@ def move_aside(folder: Path) -> Path | None:
         return None
     kept = next(place for number in itertools.count(1) if not (place := folder.with_name(f"{folder.name}.{number}")).exists())
     return folder.rename(kept)
+
+
+def _best_weights(config: RunConfig, folder: Path) -> BestWeights | None:
+    if not isinstance(config.eval, SetsEval) or not isinstance(config.eval.best, KeepBest):
+        return None
+    return BestWeights(folder, set_name=config.eval.leading, metric=config.eval.best.metric)
 
 
 def require_same_model(saved: Mapping[str, Any], config: RunConfig) -> None:

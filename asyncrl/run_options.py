@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.rollout.eval_set import EvalSet
 from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.run_state import Resume
 from asyncrl.settings import validated
-from asyncrl.types import Prompt
 from asyncrl.weights.config import WeightsConfig
 
 
@@ -27,8 +27,8 @@ class RunOptions:
     """Or its fields as a mapping."""
     error_budget: float = 0.5
     """Share of the newest 64 rollouts, of all and of each source, that may fail; one more ends the run."""
-    eval_prompts: tuple[Prompt, ...] = ()
-    """Held-out prompts, what `Run.evaluate` asks."""
+    eval_sets: tuple[EvalSet, ...] = ()
+    """Held-out sets, what `Run.evaluate` asks."""
     resume: Resume = None
     """Whether to go on from a checkpoint in the run's folder."""
 

@@ -15,18 +15,20 @@ from typing import Any
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, RunStopped
+from asyncrl.errors import RunStopped
 from asyncrl.functions import load_function
 from asyncrl.loop import Run
 from asyncrl.observe.console import Console
 from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
+from asyncrl.rollout.eval_set import EvalSet
+from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.prompt_rows import read_jsonl
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.seeds import derive_seed
-from asyncrl.rollout.task_config import FunctionData, JsonlData, PromptsEval
+from asyncrl.rollout.task_config import FunctionData, JsonlData, SetsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.run_folder import RunFolder
@@ -91,19 +93,27 @@ async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> 
 
 
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
-    every = config.eval.every_steps if isinstance(config.eval, PromptsEval) else 0
+    every = config.eval.every_steps if isinstance(config.eval, SetsEval) else 0
+    folder.resume_best(run.trainer.version)
     if every and not folder.was_evaluated(run.index):
-        folder.evaluated(run.index, await run.evaluate())
+        (await _evaluate(run, folder)).require_scored()
     folder.begin()
     async for report in run.steps(config.run.steps - run.index):
         folder.stepped(report, decode=run.tokenizer.decode)
         if every and report.index % every == 0:
-            folder.evaluated(report.index, await run.evaluate())
+            await _evaluate(run, folder)
     if run.index < config.run.steps:
         folder.data_ended(run.index)
     if every and not folder.was_evaluated(run.index):
-        folder.evaluated(run.index, await run.evaluate())
+        await run.weights.publish()
+        await _evaluate(run, folder)
     folder.end()
+
+
+async def _evaluate(run: Run, folder: RunFolder) -> Evaluation:
+    evaluation = await run.evaluate()
+    await folder.evaluated(run.index, evaluation, export=run.export)
+    return evaluation
 
 
 async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], None]) -> Path:
@@ -135,7 +145,7 @@ def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) ->
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
                       **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
-                         probe=config.run.probe, error_budget=config.run.error_budget, eval_prompts=_eval_prompts(config),
+                         probe=config.run.probe, error_budget=config.run.error_budget, eval_sets=_eval_sets(config),
                          resume="newest" if resumed else None)
     env = SingleTurn(load_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
     prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
@@ -185,11 +195,9 @@ def _data(config: FunctionData | JsonlData, *, field: str, source: str) -> Itera
     return load_function(config.function, field=f"{field}.function")(**config.arguments)
 
 
-def _eval_prompts(config: RunConfig) -> tuple[Prompt, ...]:
-    if not isinstance(config.eval, PromptsEval):
+def _eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
+    if not isinstance(config.eval, SetsEval):
         return ()
-    prompts = tuple(itertools.islice(_data(config.eval.prompts, field="eval.prompts", source="eval"), config.eval.limit))
-    if not prompts:
-        raise ConfigError("eval.prompts", value="no prompt", allowed="at least one prompt to evaluate",
-                          remedy="Check the data set, or choose eval: {kind: none}.")
-    return prompts
+    return tuple(EvalSet(name, tuple(itertools.islice(_data(asked.prompts, field=f"eval.sets.{name}.prompts", source=name), asked.limit)),
+                         samples_per_prompt=asked.samples_per_prompt, sampling=asked.sampling.over(config.sampling.build()),
+                         pass_at=asked.pass_at, success_reward=asked.success_reward) for name, asked in config.eval.sets.items())

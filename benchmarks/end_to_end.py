@@ -229,7 +229,7 @@ def evaluate(folder: Path, config: RunConfig) -> dict[str, Any]:
     disable_progress_bar()
     torch.manual_seed(0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-    prompts = load_function(config.eval.prompts.function, field="eval")(count=HELD_OUT_PROMPTS)
+    prompts = load_function(config.eval.sets["held_out"].prompts.function, field="eval")(count=HELD_OUT_PROMPTS)
     examples = load_function(config.warm_up.held_out, field="warm_up")(seed=0, **config.warm_up.arguments)
     reward = load_function(config.env.reward, field="env.reward")
     rewards, lengths = [], []

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from asyncrl.observe.plain import PlainFace
 from asyncrl.paths import RunPaths
 from asyncrl.rollout import env, inline_wave, loaded_model
 from asyncrl.rollout.engine import GenerationRequest, Interruption
-from asyncrl.rollout.evaluate import Evaluation
+from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
 from asyncrl.rollout.router import Router
 from asyncrl.step_report import StepReport
@@ -280,8 +281,12 @@ def course(config: RunConfig, scene: Scene, *, most_steps: int = 100) -> list[ob
             for self.index in range(1, min(count, most_steps) + 1):
                 yield StepReport(self.index, self.index, {}, Batch(self.index, ()))
 
+        trainer = SimpleNamespace(version=0)
+        weights = SimpleNamespace(publish=lambda: asyncio.sleep(0))
+        export = None
+
         async def evaluate(self) -> Evaluation:
-            return Evaluation(0.0, {}, 0, 0, 0, 0)
+            return Evaluation({}, version=0)
 
     class Folder:
         def begin(self) -> None:
@@ -299,7 +304,10 @@ def course(config: RunConfig, scene: Scene, *, most_steps: int = 100) -> list[ob
         def stepped(self, report: StepReport, **_: object) -> None:
             happened.append(("step", report.index))
 
-        def evaluated(self, step: int, _: object) -> None:
+        def resume_best(self, version: int) -> None:
+            happened.append(("best so far of", version))
+
+        async def evaluated(self, step: int, _: object, *, export: object) -> None:
             happened.append(("eval", step))
 
     asyncio.run(training._train_steps(Course(), config, Folder()))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ correction: {{kind: token_tis}}
 loss: {{kind: decoupled_ppo}}
 trainer: {{learning_rate: 5e-4}}
 weights: {{interruption: keep}}
-eval: {{kind: prompts, prompts: {{kind: function, function: '{TASK}:held_out_sums'}}}}
+eval: {{kind: sets, sets: {{held_out: {{prompts: {{kind: function, function: '{TASK}:held_out_sums'}}}}}}}}
 run: {{name: test, steps: 3}}
 """
 TREE = yaml_text.read(TEXT)
@@ -64,7 +64,7 @@ def refused(**changes) -> ConfigError:
 def test_the_quickstart_loads_and_its_functions_are_files_beside_it():
     config = load_config(RECIPE)
     assert config.env.reward == f"{TASK}:is_correct"
-    assert config.eval.prompts.function == f"{TASK}:held_out_sums"
+    assert config.eval.sets["held_out"].prompts.function == f"{TASK}:held_out_sums"
     assert config.buffer.max_staleness == 2
     assert (config.loss.kind, config.correction.kind, config.weights.interruption) == ("decoupled_ppo", "token_tis", "keep")
 
@@ -92,8 +92,9 @@ def test_the_controller_imports_no_torch(module):
     ({"engine__kv_cache": 1}, "engine.kv_cache", "kv_cache_tokens"),
     ({"loss__clip_hgh": 1}, "loss.clip_hgh", "clip_high"),
     ({"correction__truncate_hi": 1}, "correction.truncate_hi", "truncate_high"),
-    ({"eval__limi": 1}, "eval.limi", "limit"),
-    ({"eval__prompts__functio": "a"}, "eval.prompts.functio", "function"),
+    ({"eval__every_step": 1}, "eval.every_step", "every_steps"),
+    ({"eval__sets__held_out__limi": 1}, "eval.sets.held_out.limi", "limit"),
+    ({"eval__sets__held_out__prompts__functio": "a"}, "eval.sets.held_out.prompts.functio", "function"),
     ({"run__probe__every_step": 1}, "run.probe.every_step", "every_steps"),
     ({"run__wandb": {"kind": "wandb", "projct": "a"}}, "run.wandb.projct", "project"),
     ({"trainer__schedule": {"kind": "linear", "total_step": 3}}, "trainer.schedule.total_step", "total_steps")])

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 
@@ -14,12 +14,15 @@ from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
 from tests import config_observers as see
+from tests import eval_observers as see_eval
 from tests.config_observers import Observer, Scene
 from tests.rollout.model_rig import PublishedModel, publish_model
 
 HERE = Path(__file__).parent
 TASK, WARM_TASK = HERE / "effects_task.py", HERE / "train" / "prepare_task.py"
 FUNCTION_DATA = {"kind": "function", "function": f"{TASK}:questions"}
+OWN = "one"
+"""A name of the user's own, in a mapping of sections."""
 WARM_UP = {"kind": "cross_entropy", "examples": f"{TASK}:seeded_copies", "held_out": f"{WARM_TASK}:held_out_copies", "until_accuracy": 0.14,
            "batch_size": 16, "learning_rate": 3e-2, "ramp_steps": 3, "check_every_steps": 1, "max_steps": 40, "threads": 1}
 MADE_MODEL = {"kind": "function", "function": f"{WARM_TASK}:tiny_model", "arguments": {"hidden": 16}}
@@ -45,8 +48,9 @@ SECTIONS: dict[str, Any] = {
     "loss.decoupled_ppo": {"kind": "decoupled_ppo"}, "loss.ppo": {"kind": "ppo"},
     "trainer.schedule.constant": {"kind": "constant"},
     "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
-    "eval.prompts": {"kind": "prompts", "prompts": FUNCTION_DATA, "every_steps": 2},
-    "eval.prompts.prompts.function": FUNCTION_DATA, "eval.prompts.prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "eval.sets": {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}, "every_steps": 2},
+    "eval.sets.sets.prompts.function": FUNCTION_DATA, "eval.sets.sets.prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "eval.sets.best.keep": {"kind": "keep"},
     "run.wandb.wandb": {"kind": "wandb"}}
 """The section each kind is tried in."""
 
@@ -67,6 +71,7 @@ def flip(value: Any, observe: Observer, **around: Any) -> Flip:
 NO_CORRECTION = {"correction": "none"}
 WARM = {"model": MADE_MODEL}
 DRAIN = {"weights__interruption": "drain"}
+TWO_SETS = {"kind": "sets", "sets": {name: {"prompts": FUNCTION_DATA, "pass_at": [1]} for name in (OWN, "two")}}
 FLIPS: dict[str, Flip] = {
     "model.kind": flip(MADE_MODEL, see.processes), "model.folder.path": flip("another", see.prepared),
     "model.function.function": flip(f"{WARM_TASK}:half_a_model", see.prepared),
@@ -131,12 +136,18 @@ FLIPS: dict[str, Flip] = {
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
     "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
-    "eval.kind": flip({"kind": "prompts", "prompts": FUNCTION_DATA}, see.course),
-    "eval.prompts.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),
-    "eval.prompts.prompts.function.function": flip(f"{TASK}:other_questions", see.parts),
-    "eval.prompts.prompts.function.arguments": flip({"count": 2}, see.parts),
-    "eval.prompts.prompts.jsonl.path": flip("other.jsonl", see.parts),
-    "eval.prompts.every_steps": flip(3, see.course), "eval.prompts.limit": flip(3, see.parts),
+    "eval.kind": flip({"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}}, see.course),
+    "eval.sets.sets.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see_eval.evaluated),
+    "eval.sets.sets.prompts.function.function": flip(f"{TASK}:other_questions", see_eval.evaluated),
+    "eval.sets.sets.prompts.function.arguments": flip({"count": 2}, see_eval.evaluated),
+    "eval.sets.sets.prompts.jsonl.path": flip("other.jsonl", see_eval.evaluated), "eval.sets.sets.limit": flip(3, see_eval.evaluated),
+    "eval.sets.sets.samples_per_prompt": flip(2, see_eval.evaluated), "eval.sets.sets.pass_at": flip([1], see_eval.evaluated),
+    "eval.sets.sets.success_reward": flip(0.5, see_eval.evaluated, eval=TWO_SETS),
+    **{f"eval.sets.sets.sampling.{name}": flip(value, see_eval.evaluated) for name, value in {
+        "temperature": 0.5, "max_new_tokens": 2, "stop": ["="]}.items()},
+    "eval.sets.every_steps": flip(3, see.course), "eval.sets.best.kind": flip({"kind": "none"}, see_eval.kept),
+    "eval.sets.best.keep.set": flip("two", see_eval.kept, eval=TWO_SETS),
+    "eval.sets.best.keep.metric": flip("pass_at_1", see_eval.kept, eval=TWO_SETS),
     "run.name": flip("other", see.folder), "run.folder": flip("elsewhere", see.folder), "run.steps": flip(6, see.course),
     "run.seed": flip(3, see.engine_spec), "run.rollouts_every_steps": flip(2, see.folder),
     "run.probe.every_steps": flip(2, see.parts), "run.probe.prompts": flip(2, see.parts), "run.probe.max_mean_gap": flip(0.5, see.parts),
@@ -161,7 +172,8 @@ def fields_of(model: Any, *, path: str = "", place: str = "", kinds: Kinds = ())
         for member in members:
             kind = f"{path}{name}.{kinds_of(member)[0]}" if len(members) > 1 else f"{path}{name}"
             under = (*kinds, (kind, f"{place}{name}")) if len(members) > 1 else kinds
-            yield from fields_of(member, path=f"{kind}.", place=f"{place}{name}.", kinds=under)
+            inside = f"{place}{name}.{OWN}." if get_origin(info.annotation) is dict else f"{place}{name}."
+            yield from fields_of(member, path=f"{kind}.", place=inside, kinds=under)
 
 
 FIELDS = {name: (place, kinds) for name, place, kinds in fields_of(RunConfig)}
@@ -199,7 +211,7 @@ def test_every_field_is_tried() -> None:
 @pytest.mark.parametrize(("steps", "last"), [(4, 4), (3, 3), (1, 1), (0, 0)])
 def test_the_last_evaluation_is_at_the_end_though_the_data_end_early(steps: int, last: int, published: PublishedModel, tmp_path: Path,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_config(TREE | {"eval": SECTIONS["eval.prompts"]}, base=HERE)
+    config = parse_config(TREE | {"eval": SECTIONS["eval.sets"]}, base=HERE)
     happened = see.course(config, Scene(published, tmp_path, monkeypatch), most_steps=steps)
     evaluated = [event[1] for event in happened if event[0] == "eval"]
     assert evaluated[-1] == last
@@ -207,8 +219,8 @@ def test_the_last_evaluation_is_at_the_end_though_the_data_end_early(steps: int,
 
 
 def test_an_evaluation_without_prompts_is_refused(published: PublishedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = SECTIONS["eval.prompts"] | {"prompts": FUNCTION_DATA | {"arguments": {"count": 0}}}
-    with pytest.raises(ConfigError, match=r"eval\.prompts"):
+    none = {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA | {"arguments": {"count": 0}}}}}
+    with pytest.raises(ConfigError, match=rf"eval\.sets\.{OWN}\.prompts"):
         see.parts(parse_config(TREE | {"eval": none}, base=HERE), Scene(published, tmp_path, monkeypatch))
 
 

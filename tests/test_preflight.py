@@ -184,7 +184,7 @@ CASES: dict[str, Spoil] = {
     "a prompts function that returns no iterable": lambda s: s.set("prompts.function", "task.py:one_prompt"),
     "arguments the function does not take": lambda s: s.set("prompts.arguments", {"cuont": 3}),
     "a held-out set that is empty": lambda s: s.set("eval", {
-        "kind": "prompts", "prompts": {"kind": "function", "function": "task.py:nothing"}}),
+        "kind": "sets", "sets": {"hard": {"prompts": {"kind": "function", "function": "task.py:nothing"}}}}),
     "prompts that are empty texts": lambda s: s.set("prompts.arguments", {"text": ""}),
     "prompts longer than the context": lambda s: s.set("prompts.arguments", {"text": "1+" * 200}),
     "messages for a model without a chat template": lambda s: s.set("prompts.arguments", {

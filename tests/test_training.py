@@ -32,7 +32,8 @@ def prepare(config: RunConfig, logs: Path) -> Path:
 
 @pytest.mark.parametrize(("section", "change"), [
     ("prompts", {"arguments": {"sed": 0}}), ("model", {"arguments": {"layer": 4}}), ("warm_up", {"arguments": {"noises": 0.3}}),
-    ("eval.prompts", {"prompts": {"kind": "function", "function": "task.py:held_out_sums", "arguments": {"cnt": 2}}})])
+    ("eval.sets.held_out.prompts", {"sets": {"held_out": {"prompts": {
+        "kind": "function", "function": "task.py:held_out_sums", "arguments": {"cnt": 2}}}}})])
 def test_arguments_that_a_named_function_does_not_take_are_refused_before_anything_starts(section, change):
     tree = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     tree[section.split(".")[0]] |= change

@@ -142,16 +142,18 @@ class Board:
         ]
 
     def held_out(self) -> tuple[Cell, ...]:
-        """The newest evaluation, and the first to compare it with."""
+        """The newest evaluation, set by set, and what the first had to compare it with."""
         if not self.evaluations:
             return (Cell("not evaluated"),)
         newest, first = self.evaluations[-1], self.evaluations[0]
-        cells = [_held_out_reward(newest), Cell(f"errors {count(newest.get('eval/errors/sum'))}", bool(newest.get("eval/errors/sum")))]
-        if newest is not first:
-            cells.append(_held_out_reward(first))
-        sources = [(name, value) for name, value in _named(newest, "eval/", "/mean") if name != "reward"]
-        if len(sources) > 1:
-            cells += [Cell(f"{shorten(name, _NAME_WIDTH)} {number(value)}") for name, value in sources[:_MOST_NAMES]]
+        cells = [Cell(f"version {count(newest['eval_version'])}")]
+        for name, errors in _named(newest, "eval/", "/errors/sum")[:_MOST_NAMES]:
+            reward, before = (row.get(f"eval/{name}/reward/mean", math.nan) for row in (newest, first))
+            compared = "" if newest is first else f" from {number(before)}"
+            cells.append(Cell(f"{shorten(name, _NAME_WIDTH)} {number(reward)}{compared}", not math.isfinite(reward)))
+            cells += [Cell(f"pass@{k} {number(value)}") for k, value in _named(newest, f"eval/{name}/pass_at_", "/mean")[:_MOST_NAMES]]
+            if errors:
+                cells.append(Cell(f"errors {count(errors)}", True))
         return tuple(cells)
 
     def _judge(self, quantity: Quantity, values: Mapping[str, float]) -> str:
@@ -204,11 +206,6 @@ def title(board: Board) -> str:
     """Where the run is, in words."""
     settings = board.settings
     return f"step {board.step} of {settings.steps}, {duration(board.eta_s)} left"
-
-
-def _held_out_reward(row: Mapping[str, float]) -> Cell:
-    reward = row.get("eval/reward/mean")
-    return Cell(f"{number(reward)} at version {count(row['eval_version'])}", reward is not None and not math.isfinite(reward))
 
 
 def _tiny(value: float | None) -> str:

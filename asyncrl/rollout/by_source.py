@@ -60,20 +60,20 @@ class BySource:
         await asyncio.gather(*(env.close() for env in self._distinct))
 
 
-def check_sources(known: Iterable[str], *, env: Env | Mapping[str, Env], sampling: Samplings, others: Iterable[str]) -> None:
-    """Raise ConfigError when a mapping lacks a source that prompts will name, or names one that they will not.
+def check_sources(known: Iterable[str], *, field: str, given: object, others: Iterable[str]) -> None:
+    """Raise ConfigError when what was given is a mapping that lacks a source prompts will name, or names one they will not.
 
     `known` are the sources of a mixture, none when the prompts name their own; `others` those of prompts beside them.
     """
-    mixed, beside = list(known), set(others)
-    for field, mapping in (("env", env), ("sampling", sampling)):
-        if isinstance(mapping, Mapping):
-            needed = beside | set(mixed)
-            missing, unknown = sorted(needed - mapping.keys()), sorted(mapping.keys() - needed) if mixed else []
-            if missing or unknown or not mapping:
-                near = difflib.get_close_matches(unknown[0], missing or sorted(needed), n=1) if unknown else []
-                raise ConfigError(field, value=sorted(mapping), allowed=f"an entry for each source of prompts: {sorted(needed)}",
-                                  remedy=f"Did you mean {near[0]!r}?" if near else f"Add {missing}, remove {unknown}.")
+    if not isinstance(given, Mapping):
+        return
+    mixed = set(known)
+    needed = mixed | set(others)
+    missing, unknown = sorted(needed - given.keys()), sorted(given.keys() - needed) if mixed else []
+    if missing or unknown or not given:
+        near = difflib.get_close_matches(unknown[0], missing or sorted(needed), n=1) if unknown else []
+        raise ConfigError(field, value=sorted(given), allowed=f"an entry for each source of prompts: {sorted(needed)}",
+                          remedy=f"Did you mean {near[0]!r}?" if near else f"Add {missing}, remove {unknown}.")
 
 
 def check_sampling(sampling: Samplings, *, engines: Iterable[Engine], interruption: Interruption) -> None:

@@ -126,6 +126,15 @@ def require(capabilities: Capabilities, sampling: Sampling, interruption: Interr
         raise ConfigError("weights.interruption", value=interruption.value,
                           allowed=f"one of {sorted(kind.value for kind in capabilities.interruptions)} with {engine}",
                           remedy="Choose another interruption or another engine.")
+    require_sampling(capabilities, sampling, engine=engine)
+
+
+def require_sampling(capabilities: Capabilities, sampling: Sampling, *, engine: str) -> None:
+    """Raise ConfigError when completions are to be sampled as the engine cannot."""
+    biased = sampling.biased_fields()
+    if biased:
+        raise ConfigError(f"sampling.{biased[0]}", value=getattr(sampling, biased[0]), allowed=f"the neutral value alone with {engine}",
+                          remedy="Remove it, or choose another engine.")
     if sampling.stop and not capabilities.stop_strings:
         raise ConfigError("sampling.stop", value=sampling.stop, allowed=f"no stop strings with {engine}",
                           remedy="End completions with an end-of-sequence token, or choose an engine that has stop strings.")

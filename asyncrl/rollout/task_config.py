@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from asyncrl.settings import Section
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.eval_set import check_name, check_pass_at
+from asyncrl.settings import TAGGED, Section
+from asyncrl.types import Sampling
 
 
 class FunctionData(Section):
@@ -65,17 +69,82 @@ class NoEval(Section):
     kind: Literal["none"] = "none"
 
 
-class PromptsEval(Section):
-    """A fixed set of prompts, sampled on the run's engines at start, every N steps and at the end, outside the buffer."""
+class EvalSampling(Section):
+    """How a set is sampled where that differs from the run; left out, the run's."""
 
-    kind: Literal["prompts"]
+    temperature: float | None = Field(default=None, gt=0.0)
+    """Near 0 it is greedy decoding: at 0.01 two tokens share the probability only when their logits are within 0.05."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    stop: tuple[str, ...] | None = None
+
+    def over(self, sampling: Sampling) -> Sampling:
+        """`sampling` with what is set here."""
+        return dataclasses.replace(sampling, **self.model_dump(exclude_none=True))
+
+
+class EvalSetConfig(Section):
+    """One held-out set."""
+
     prompts: DataConfig
-    every_steps: int = Field(default=25, ge=1)
     limit: int = Field(default=256, ge=1)
-    """At most this many prompts of the set."""
+    """At most this many prompts of the data."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    pass_at: tuple[int, ...] = ()
+    """Every k, up to `samples_per_prompt`, for which pass@k is measured."""
+    success_reward: float = 1.0
+    """A rollout with at least this reward has solved its prompt."""
+    sampling: EvalSampling = EvalSampling()
 
 
-EvalConfig = Annotated[NoEval | PromptsEval, Field(discriminator="kind")]
+class NoBest(Section):
+    """No weights but the last are kept."""
+
+    kind: Literal["none"] = "none"
+
+
+class KeepBest(Section):
+    """The weights of the best evaluation so far are kept in `best/`."""
+
+    kind: Literal["keep"] = "keep"
+    set: str | None = None
+    """Which set decides; the first when left out. It is also the one in the summary and the picture."""
+    metric: str = "reward"
+    """`reward`, or `pass_at_K` for a K of the set's `pass_at`."""
+
+
+BestConfig = Annotated[NoBest | KeepBest, TAGGED]
+
+
+class SetsEval(Section):
+    """Held-out sets, sampled on the run's engines at start, every N steps and at the end, outside the buffer."""
+
+    kind: Literal["sets"]
+    sets: dict[str, EvalSetConfig] = Field(min_length=1)
+    """By name: `eval/NAME/reward/mean` and so on."""
+    every_steps: int = Field(default=25, ge=1)
+    best: BestConfig = KeepBest()
+
+    @property
+    def leading(self) -> str:
+        """The set that decides which weights are best, and stands in the summary."""
+        return getattr(self.best, "set", None) or next(iter(self.sets))
+
+    @model_validator(mode="after")
+    def _names_and_metrics_exist(self) -> SetsEval:
+        for name, asked in self.sets.items():
+            check_name(name)
+            check_pass_at(name, pass_at=asked.pass_at, samples_per_prompt=asked.samples_per_prompt)
+        if isinstance(self.best, KeepBest):
+            if self.leading not in self.sets:
+                raise ConfigError("eval.best.set", value=self.leading, allowed=f"one of the sets {list(self.sets)}", remedy="Choose one.")
+            metrics = ["reward", *(f"pass_at_{k}" for k in self.sets[self.leading].pass_at)]
+            if self.best.metric not in metrics:
+                raise ConfigError("eval.best.metric", value=self.best.metric, allowed=f"one of {metrics}, what {self.leading} measures",
+                                  remedy="Choose one, or add the k to pass_at of the set.")
+        return self
+
+
+EvalConfig = Annotated[NoEval | SetsEval, TAGGED]
 
 
 class ProbeConfig(Section):

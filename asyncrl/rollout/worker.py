@@ -33,13 +33,13 @@ class RolloutWorker:
         sampling: of every completion, or by source of its prompt.
         ledger: told of every token as it arrives.
         seed: of the run; each rollout's own is derived from it, its group and its index.
-        error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`.
+        error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`; None sets no limit.
     """
 
     def __init__(self, router: Router, env: Env, *, sampling: Samplings, ledger: Ledger, seed: int,
-                 error_budget: float = 0.5) -> None:
+                 error_budget: float | None = 0.5) -> None:
         self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
-        self._seed, self._budget = seed, ErrorBudget(error_budget)
+        self._seed, self._budget = seed, None if error_budget is None else ErrorBudget(error_budget)
         self._sessions: dict[RolloutKey, Session] = {}
 
     def in_flight(self) -> Count:
@@ -70,7 +70,8 @@ class RolloutWorker:
                     raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
                 error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
-            self._budget.ended(outcome.status, source=prompt.source, error=error)
+            if self._budget is not None:
+                self._budget.ended(outcome.status, source=prompt.source, error=error)
         except BaseException as end:
             self._ledger.abandoned(key, "end_of_run" if isinstance(end, asyncio.CancelledError) else "run_failed")
             raise

@@ -172,7 +172,7 @@ def test_what_closing_fails_with_is_noted_on_the_error_under_way(model: Path, tm
 
 def test_an_evaluation_of_nothing_is_refused(model: Path, tmp_path: Path) -> None:
     async def body(run: Run) -> None:
-        with pytest.raises(ConfigError, match=r"RunOptions\.eval_prompts"):
+        with pytest.raises(ConfigError, match=r"RunOptions\.eval_sets"):
             await run.evaluate()
 
     use(make_run(model, tmp_path, [fake()]), body)

@@ -39,5 +39,6 @@ def strange_rows() -> list[dict[str, float | None]]:
                  "rollout/error.reward_timeout/sum": value, f"buffer/dropped_{'x' * 60}/groups": value,
                  **{f"reward/source.{source}/mean": value for source in range(40)}}
         rows += [{"trainer_step": number, "step": number, **names},
-                 {"eval_version": number, "eval/reward/mean": value, "eval/errors/sum": value, "eval/held\nout/mean": value}]
+                 {"eval_version": number, "eval/held\nout/reward/mean": value, "eval/held\nout/errors/sum": value,
+                  "eval/held\nout/pass_at_4/mean": value}]
     return [*rows, {"trainer_step": 10**9, "step": 10**9, **METRICS}]

@@ -58,10 +58,10 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns(terminal):
 
 
 def test_the_panel_has_every_quantity(terminal):
-    held_out = {"eval_version": 0, "eval/reward/mean": 0.25, "eval/errors/sum": 0, "eval/held_out/mean": 0.25}
+    held_out = {"eval_version": 0, "eval/sums/reward/mean": 0.25, "eval/sums/errors/sum": 0}
     panel = "\n".join(lines_of(told(terminal, held_out, step_row(7))))
     panel = panel[panel.rindex("╭"):]
-    for wanted in ("sums", "0.438", "words 0.250", "0.250 at version 0", "mean 1.250 steps", "max 2 of 2", "depth 72", "70 held",
+    for wanted in ("sums", "0.438", "words 0.250", "version 0, sums 0.250", "mean 1.250 steps", "max 2 of 2", "depth 72", "70 held",
                    "1.2e-06 at equal weights",
                    "0.0123 with staleness", "ess 0.987", "clip 3.1%", "kept 100%", "truncated 0.4%", "cut 2.0%", "errors 0",
                    "4 zero_variance",

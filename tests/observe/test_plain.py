@@ -98,10 +98,14 @@ def test_a_broken_promise_is_warned_of_at_once():
 
 
 def test_an_evaluation_is_compared_with_the_first():
-    lines = shown({"eval_version": 0, "eval/reward/mean": 0.25, "eval/errors/sum": 0, "eval/held_out/mean": 0.25}, step_row(1),
-                  {"eval_version": 25, "eval/reward/mean": 0.5, "eval/errors/sum": 2, "eval/a/mean": 0.5, "eval/b/mean": None})
-    assert lines[1].split(maxsplit=1) == ["held-out", "0.250 at version 0, errors 0"]
-    assert lines[-1].split(maxsplit=1) == ["held-out", "0.500 at version 25, errors 2!, 0.250 at version 0, a 0.500, b nan"]
+    lines = shown({"eval_version": 0, "eval/sums/reward/mean": 0.25, "eval/sums/errors/sum": 0}, step_row(1),
+                  {"eval_version": 25, "eval/sums/reward/mean": 0.5, "eval/sums/pass_at_4/mean": 0.75, "eval/sums/errors/sum": 2})
+    assert lines[1].split(maxsplit=1) == ["held-out", "version 0, sums 0.250"]
+    assert lines[-1].split(maxsplit=1) == ["held-out", "version 25, sums 0.500 from 0.250, pass@4 0.750, errors 2!"]
+
+
+def test_a_set_without_a_reward_is_marked():
+    assert shown({"eval_version": 0, "eval/sums/errors/sum": 8})[-1].split(maxsplit=1)[1].startswith("version 0, sums nan!, errors 8!")
 
 
 def test_quiet_has_warnings_and_the_last_line():

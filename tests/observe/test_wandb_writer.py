@@ -59,7 +59,7 @@ def writer(tmp_path, **settings) -> WandbWriter:
 def test_no_row_is_lost_to_a_late_evaluation_or_an_older_step(wandb, tmp_path):
     out = writer(tmp_path)
     rows = [{"trainer_step": 5, "train/loss/mean": 0.5}, {"trainer_step": 6, "train/loss/mean": 0.4},
-            {"eval_version": 3, "eval/reward/mean": 0.7},
+            {"eval_version": 3, "eval/held_out/reward/mean": 0.7},
             {"trainer_step": 2, "train/loss/mean": 0.9}]  # the last one comes from a resumed run
     for row in rows:
         out.write(row)

@@ -62,12 +62,12 @@ def steps_of(lines: list[str]) -> list[int]:
 def test_a_live_run_is_followed_from_its_warm_up_to_its_end(run):
     ended_well, lines = watched(
         run, lambda: (run.folder / "logs" / "prepare.log").write_text("warm-up step 10, accuracy 0.12\n"), lambda: None,
-        lambda: run.row({"eval_version": 0, "eval/reward/mean": 0.25, "eval/errors/sum": 0}), lambda: run.row(step_row(1)),
+        lambda: run.row({"eval_version": 0, "eval/sums/reward/mean": 0.25, "eval/sums/errors/sum": 0}), lambda: run.row(step_row(1)),
         lambda: run.row(step_row(2)), run.ends)
     assert ended_well
     assert lines[1] == "no step yet; the processes start"
     assert lines[2] == "no step yet; prepare.log: warm-up step 10, accuracy 0.12"
-    assert lines[3].startswith("  held-out    0.250 at version 0")
+    assert lines[3].startswith("  held-out    version 0, sums 0.250")
     assert steps_of(lines) == [1, 2]
     assert " ".join(lines[-2:]).startswith("reward 0.100 → 0.900, held-out not measured → 0.800, 2 steps in 12 s; see")
 

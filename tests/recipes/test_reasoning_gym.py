@@ -176,7 +176,8 @@ def test_the_recipes_name_functions_and_arguments_that_exist(task, recipe, tmp_p
     config = load_config(RECIPE / recipe)
     check_environment(config)
     assert len(task["questions"](**config.prompts.arguments)) == 5000
-    assert len(task["held_out"](**config.eval.prompts.arguments)) >= config.eval.limit
+    held_out = config.eval.sets["held_out"]
+    assert len(task["held_out"](**held_out.prompts.arguments)) >= held_out.limit
     assert config.env.reward.endswith("task.py:score")
 
 
@@ -192,7 +193,8 @@ def test_the_tiny_model_can_write_every_question_and_answer(task, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_trains_two_steps_from_a_random_model(task, tmp_path):
-    command = ["-m", "asyncrl.cli", "train", str(RECIPE / "chain_sum.yaml"), f"run.folder={tmp_path}", "run.steps=2", "eval.limit=16",
+    command = ["-m", "asyncrl.cli", "train", str(RECIPE / "chain_sum.yaml"), f"run.folder={tmp_path}", "run.steps=2",
+               "eval.sets.held_out.limit=16",
                "warm_up={kind: none}", "buffer.zero_variance=keep", "buffer.groups_per_step=4", "buffer.group_size=4",
                "run.rollouts_every_steps=1",
                "model.arguments={layers: 1, hidden: 32, heads: 2, intermediate: 32}"]

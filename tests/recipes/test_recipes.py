@@ -32,8 +32,8 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs folder after a short quickstart from a hasty warm-up."""
     folder = tmp_path_factory.mktemp("runs")
-    run("-m", "asyncrl.cli", "train", str(QUICKSTART), f"run.folder={folder}", "run.steps=6", "eval.every_steps=3", "eval.limit=32",
-        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.rollouts_every_steps=2")
+    run("-m", "asyncrl.cli", "train", str(QUICKSTART), f"run.folder={folder}", "run.steps=6", "eval.every_steps=3",
+        "eval.sets.held_out.limit=32", "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.rollouts_every_steps=2")
     return folder
 
 
@@ -42,7 +42,8 @@ def test_the_quickstart_leaves_what_it_promises(finished: Path) -> None:
     folder = finished / "quickstart"
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) == {
-        "reward_first", "reward_last", "eval_before", "eval_after", "steps", "wall_s", "rollout_tokens", "trained_tokens", "tokens_dropped",
+        "reward_first", "reward_last", "eval_before", "eval_after", "best_step", "best_reward", "steps", "wall_s", "rollout_tokens",
+        "trained_tokens", "tokens_dropped",
         "staleness_max", "max_staleness", "depth_groups_mean", "length_bias", "rollout_tokens_per_s", "engine_wait_frac",
         "trainer_wait_frac", "weight_sync_s_mean", "weight_sync_density_mean", "ledger_closed"}
     assert summary["steps"] == 6
@@ -51,7 +52,7 @@ def test_the_quickstart_leaves_what_it_promises(finished: Path) -> None:
     assert summary["rollout_tokens"] == summary["trained_tokens"] + sum(summary["tokens_dropped"].values())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5, 6]
-    assert len([row for row in rows if "eval/reward/mean" in row]) == 3
+    assert len([row for row in rows if "eval/held_out/reward/mean" in row]) == 3
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     row = json.loads((folder / "rollouts.jsonl").read_text().splitlines()[0])
     assert len(row["tokens"]) == len(row["loss_mask"]) == len(row["rollout_logprobs"]) == len(row["policy_versions"])
@@ -68,8 +69,8 @@ def test_vllm_is_the_only_difference_of_its_recipe() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_recipe_runs_with_vllm_from_the_same_warm_model(finished: Path) -> None:
-    run("-m", "asyncrl.cli", "train", str(VLLM), f"run.folder={finished}", "run.steps=6", "eval.every_steps=3", "eval.limit=32",
-        "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.probe.every_steps=2")
+    run("-m", "asyncrl.cli", "train", str(VLLM), f"run.folder={finished}", "run.steps=6", "eval.every_steps=3",
+        "eval.sets.held_out.limit=32", "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.probe.every_steps=2")
     folder = finished / "vllm"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 6

@@ -95,17 +95,17 @@ def test_a_prompt_of_a_source_that_was_given_nothing_ends_the_run(env, sampling,
 def test_sources_that_are_missing_or_unknown_are_refused_at_the_start(mapping, message):
     envs, samplings = {name: REWARDED for name in mapping}, {name: HOT for name in mapping}
     with pytest.raises(ConfigError, match=rf"env = .*{message}"):
-        check_sources(["sums", "proofs"], env=envs, sampling=HOT, others=[])
+        check_sources(["sums", "proofs"], field="env", given=envs, others=[])
     with pytest.raises(ConfigError, match=rf"sampling = .*{message}"):
-        check_sources(["sums", "proofs"], env=REWARDED, sampling=samplings, others=[])
+        check_sources(["sums", "proofs"], field="sampling", given=samplings, others=[])
 
 
 def test_held_out_prompts_need_an_entry_too_and_prompts_that_name_their_own_source_may_name_any():
     envs = {"sums": REWARDED, "proofs": REWARDED}
-    check_sources(["sums"], env=envs, sampling=HOT, others=["proofs"])
-    check_sources([], env=envs, sampling={"anything": HOT}, others=[])
+    check_sources(["sums"], field="env", given=envs, others=["proofs"])
+    check_sources([], field="sampling", given={"anything": HOT}, others=[])
     with pytest.raises(ConfigError, match=r"env = .*Add \['held_out'\]"):
-        check_sources([], env=envs, sampling=HOT, others=["held_out"])
+        check_sources([], field="env", given=envs, others=["held_out"])
 
 
 def engine(**capabilities: object) -> Engine:

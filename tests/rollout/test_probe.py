@@ -153,9 +153,9 @@ def test_the_probe_sees_what_an_engine_does_wrong_after_an_update(faults, cause)
         router = await router_of(engine)
         worker = worker_of(router, max_new_tokens=3)
         prompts = [Prompt(tokens=(3, 4), prompt_id="p")]
-        await roll_out_all(worker, prompts, group_id=-2, timeout_s=1e6)
+        await roll_out_all(worker, prompts, group_id=-2, stall_timeout_s=1e6)
         await router.update(fake_manifest(1, base=0), Interruption.KEEP)
-        return await measure_parity(await roll_out_all(worker, prompts, group_id=-2, timeout_s=1e6), score=_counting_score, version=1)
+        return await measure_parity(await roll_out_all(worker, prompts, group_id=-2, stall_timeout_s=1e6), score=_counting_score, version=1)
     parity = run_virtual(main())
     if cause:
         assert cause in verdict(parity)

@@ -114,7 +114,8 @@ def test_one_failure_of_eight_leaves_seven_results_and_one_record_with_its_text(
 
     async def main():
         worker = worker_of(await router_of(FakeEngine()), third_fails)
-        return await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=str(number)) for number in range(8)], group_id=-1, timeout_s=1e6)
+        return await roll_out_all(worker, [Prompt(tokens=(3,), prompt_id=str(number)) for number in range(8)], group_id=-1,
+                                  stall_timeout_s=1e6)
     rollouts = run_virtual(main())
     failed = [rollout for rollout in rollouts if rollout.status.is_error]
     assert len(rollouts) == 8
