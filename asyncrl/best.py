@@ -59,7 +59,8 @@ class BestWeights:
 
     def _free_place(self) -> Path:
         """The place that `best/` does not name, emptied."""
-        place = next(place for place in self._places if place != self.path.resolve())
+        held = self.path.readlink().name if self.path.is_symlink() else ""
+        place = next(place for place in self._places if place.name != held)
         shutil.rmtree(place, ignore_errors=True)
         return place
 
@@ -70,6 +71,7 @@ class BestWeights:
             _sync(file)
         if self.path.is_dir() and not self.path.is_symlink():
             # the run's folder was copied by something that follows links
+            shutil.rmtree(self._other(place), ignore_errors=True)
             self.path.rename(self._other(place))
         link = self.path.with_name(".best")
         link.unlink(missing_ok=True)
@@ -82,7 +84,7 @@ class BestWeights:
         return next(other for other in self._places if other != place)
 
     def _note(self, metrics: dict[str, float], *, step: int) -> None:
-        self._value = metrics[f"eval/{self._set}/{self._metric}/mean"]
+        self._value = float(metrics[f"eval/{self._set}/{self._metric}/mean"])
         self.reward, self.step = metrics[f"eval/{self._set}/reward/mean"], step
 
 

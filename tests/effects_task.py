@@ -18,6 +18,11 @@ def other_questions(count: int = 4) -> list[Prompt]:
     return [Prompt(text=f"{number}-1=") for number in range(count)]
 
 
+def too_long() -> list[Prompt]:
+    """Two prompts that no small context has room for."""
+    return [Prompt(text=digit * 5000) for digit in "12"]
+
+
 def always_one(prompt: Prompt, completion: str) -> float:
     """1."""
     return 1.0
