@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from asyncrl import run_folder, training
 from asyncrl.clock import run_virtual
 from asyncrl.config import RunConfig
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 from asyncrl.observer import Means, Observer
 from asyncrl.rollout.env import Outcome, Session
 from asyncrl.rollout.evaluation import Evaluation, SetResult
@@ -50,7 +52,7 @@ def kept(config: RunConfig, scene: Scene) -> object:
         return SetResult({"reward/mean": reward, "pass_at_1/mean": reward ** 2 - reward}, 1, 0, frozenset({0}))
 
     scene.patch.chdir(scene.folder)
-    written = run_folder.RunFolder(config, echo=lambda line: None)
+    written = run_folder.RunFolder(config, console=Console(PlainFace(lambda line: None)))
     for step, reward in enumerate((0.4, 0.3, 0.6)):
         sets = dict(zip(config.eval.sets, map(result, (reward, 1 - reward)), strict=False))
         asyncio.run(written.evaluated(step, Evaluation(sets, version=step), export=export))

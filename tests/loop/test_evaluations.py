@@ -13,6 +13,8 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.config import parse_config
 from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.loop import Run, RunOptions
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.eval_set import EvalSet
@@ -95,7 +97,11 @@ def trained(tmp_path: Path, lines: list[str], *, steps: int, **eval_settings: ob
         "eval": {"kind": "sets", "every_steps": 2, "sets": {"sums": {"prompts": data, "samples_per_prompt": 2, "pass_at": [1, 2]}}}
         | eval_settings, "weights": {"publish_every_steps": 2, "dtype": "float32"},
         "run": {"name": "run", "steps": steps, "folder": str(tmp_path)}}, base=tmp_path)
-    asyncio.run(asyncio.wait_for(train(config, echo=lines.append), LIMIT_S))
+    console = Console(PlainFace(lines.append))
+    try:
+        asyncio.run(asyncio.wait_for(train(config, console=console), LIMIT_S))
+    finally:
+        console.close()
     return tmp_path / "run"
 
 
@@ -114,16 +120,17 @@ def test_the_weights_of_the_best_evaluation_are_kept_and_the_summary_says_which(
     final, kept = ((folder / name / "model.safetensors").read_bytes() for name in ("model", "best"))
     assert (final == kept) is (best == 3)
     assert (folder / "best" / "tokenizer.json").is_file()
-    told = [line for line in lines if line.startswith("  eval  sums  ")]
-    assert len(told) == 3
-    assert all(part in told[1] for part in (f"{rewards[2]:.3f} ± ", "pass_at_1 ", "pass_at_2 ", "version 2, 8 rollouts, 0 errors"))
+    told = " ".join(" ".join(lines).split())
+    assert f"version 2, sums {rewards[2]:.3f} from {rewards[0]:.3f}, pass@1 " in told
+    assert told.count("the best evaluation so far") == sum(rewards[step] > max([rewards[before] for before in rewards if before < step],
+                                                                               default=-1.0) for step in rewards)
 
 
 def test_a_first_evaluation_that_measures_nothing_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     lines: list[str] = []
     with pytest.raises(RunAborted, match=r"eval\.sets\.sums: each of its 2 rollouts failed, the last with prompt_too_long"):
         trained(tmp_path, lines, steps=1, sets={"sums": {"prompts": {"kind": "function", "function": f"{TASK}:too_long"}}})
-    assert "  eval  sums: each of 2 rollouts failed, the last with prompt_too_long" in lines
+    assert "warning: evaluation of sums: each of 2 rollouts failed, the last with prompt_too_long" in " ".join(" ".join(lines).split())
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8"))
     assert row["eval/sums/error.prompt_too_long/sum"] == 2
     assert "eval/sums/reward/mean" not in row
