@@ -130,7 +130,10 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], 
         began_s = time.monotonic()
         child = await Child.start("asyncrl.train.prepare", name="prepare", spec=spec, logs=logs)
         try:
-            await child.call("prepare", timeout_s=_PREPARE_TIMEOUT_S)
+            async with asyncio.timeout(_PREPARE_TIMEOUT_S):
+                async for reply in child.stream("prepare"):
+                    if told := reply.body.get("told"):
+                        echo(told)
         finally:
             try:
                 await child.close()

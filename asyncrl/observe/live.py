@@ -63,6 +63,7 @@ class LiveFace:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
+            self._console.show_cursor(True)  # a process that is killed could not give it back
         self._drawn_s = time.monotonic()
         self._live.update(self._panel(board), refresh=True)
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,29 @@ def cache_key(model: ModelConfig, warm_up: WarmUpConfig) -> str:
 
 
 def serve(channel: Any, spec: dict[str, Any]) -> None:
-    """Child entry: spec holds `model`, `warm_up` and `folder`; answers one `prepare` call with what was done."""
+    """Child entry: spec holds `model`, `warm_up` and `folder`; streams what is under way as `told`, then what was done."""
     from pydantic import TypeAdapter
 
     from asyncrl.channel import serve_calls
 
     model = TypeAdapter(ModelConfig).validate_python(spec["model"])
     warm_up = TypeAdapter(WarmUpConfig).validate_python(spec["warm_up"])
+
+    def answer(request: Any) -> dict[str, float]:
+        def tell(text: str) -> None:
+            print(text)  # into the log, where those look who watch from outside
+            channel.reply(request.id, {"told": text}, last=False)
+
+        return prepare(model, warm_up, folder=Path(spec["folder"]), tell=tell)
+
     channel.ready({})
-    serve_calls(channel, {"prepare": lambda _: prepare(model, warm_up, folder=Path(spec["folder"]))})
+    serve_calls(channel, {"prepare": answer})
 
 
-def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[str, float]:
+def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path, tell: Callable[[str], None] = print) -> dict[str, float]:
     """Write the prepared model to `folder` (appears whole or not at all). Returns steps, accuracy and loss of the warm-up.
+
+    `tell` gets a line at every check of the warm-up.
 
     Where another run has finished the same folder meanwhile, that one stays. Raises ConfigError for a missing model or examples that
     end, RunAborted when the accuracy is not reached.
@@ -61,7 +71,7 @@ def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path) -> dict[
         else:
             raise ConfigError("model.path", value=model.path, allowed="an existing Hugging Face model folder",
                               remedy="Download the model first; the path is relative to the folder the command runs in.")
-        report = {} if isinstance(warm_up, NoWarmUp) else _warm_up(building, warm_up)
+        report = {} if isinstance(warm_up, NoWarmUp) else _warm_up(building, warm_up, tell=tell)
         folder.with_suffix(".json").write_text(json.dumps(report))
         _publish(building, folder)
     finally:
@@ -82,7 +92,7 @@ def _publish(building: Path, folder: Path) -> None:
             raise
 
 
-def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
+def _warm_up(folder: Path, config: CrossEntropyWarmUp, *, tell: Callable[[str], None]) -> dict[str, float]:
     import torch
 
     from asyncrl.causal_lm import load_causal_lm
@@ -108,6 +118,7 @@ def _warm_up(folder: Path, config: CrossEntropyWarmUp) -> dict[str, float]:
         if step % config.check_every_steps == 0 or step == config.max_steps:
             with torch.no_grad():
                 accuracy = float(completion_logprobs(net, held_out).sum(-1).exp().mean())
+            tell(f"warm-up step {step}: accuracy {accuracy:.3f} of {config.until_accuracy:g}, loss {float(loss.detach()):.3f}")
             if accuracy >= config.until_accuracy:
                 net.save_pretrained(folder)
                 return {"steps": step, "accuracy": accuracy, "loss": float(loss.detach())}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -145,18 +146,21 @@ def test_a_folder_with_tokenizer_json_alone_is_enough(tmp_path):
     assert report["steps"] == 1
 
 
-def test_a_child_prepares_and_hands_the_report_back(tmp_path):
+def test_a_child_prepares_tells_how_far_it_is_and_hands_the_report_back(tmp_path):
     async def main():
         folder = tmp_path / "warm"
-        easy = warm_up(until_accuracy=1e-9, check_every_steps=1)
+        easy = warm_up(until_accuracy=1e-9, check_every_steps=2)
         spec = {"model": MODEL.model_dump(), "warm_up": easy.model_dump(), "folder": str(folder)}
         child = await Child.start("asyncrl.train.prepare", name="prepare", spec=spec, logs=tmp_path / "logs")
         try:
-            return (await child.call("prepare", timeout_s=120.0)).body
+            async with asyncio.timeout(120.0):
+                return [reply.body async for reply in child.stream("prepare")]
         finally:
             await child.close()
-    report = asyncio.run(main())
-    assert report["steps"] == 1
+    told, report = asyncio.run(main())
+    assert report["steps"] == 2
+    assert re.fullmatch(r"warm-up step 2: accuracy \d\.\d{3} of 1e-09, loss \d\.\d{3}", told["told"])
+    assert told["told"] in (tmp_path / "logs" / "prepare.log").read_text(encoding="utf-8").splitlines()
     assert (tmp_path / "warm" / "config.json").is_file()
 
 
