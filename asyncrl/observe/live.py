@@ -17,8 +17,8 @@ from asyncrl.observe.health import table
 from asyncrl.observe.output import Output
 from asyncrl.observe.plain import MARK
 
-_LEAST_INTERVAL_S = 0.2
-"""A panel is drawn no more often: steps may be faster than eyes."""
+_LEAST_INTERVAL_S = 0.5
+"""A panel is drawn no more often: drawing takes 8 ms of the controller's core, and steps may be faster than eyes."""
 _WIDEST = 100
 """Columns; longer lines are hard to follow."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observe.figures import count, duration, encodable, number, percent, shorten, sparkline
@@ -13,6 +13,7 @@ from asyncrl.observe.figures import count, duration, encodable, number, percent,
 ANY = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 
 
+@settings(deadline=None)
 @given(ANY, st.integers(5, 9))
 def test_no_value_is_wider_than_its_column(value, width):
     assert len(number(value, width=width)) <= width
@@ -21,6 +22,7 @@ def test_no_value_is_wider_than_its_column(value, width):
     assert len(percent(value)) <= 6
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1))
 def test_a_share_takes_five_characters(value):
     assert len(percent(value)) <= 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.observe.follow import Follower, News
@@ -32,6 +32,7 @@ def test_each_row_comes_once_and_half_a_line_waits_for_its_end(tmp_path):
     assert steps(follower.look()) == [2, 3]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=12))
 def test_wherever_the_file_ends_meanwhile_the_rows_are_the_same(tmp_path_factory, cuts):
     path = tmp_path_factory.mktemp("follow") / "metrics.jsonl"
