@@ -33,10 +33,10 @@ from asyncrl.meter import Meter
 from asyncrl.observer import Means, Observer
 from asyncrl.pairs import check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
-from asyncrl.rollout.by_source import BySource, Samplings, check_sampling, check_sources
+from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
 from asyncrl.rollout.engine import Engine, Interruption
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.eval_set import check_sets, sources_of
+from asyncrl.rollout.eval_set import check_sets, own_envs, sources_of
 from asyncrl.rollout.evaluate import first_failure
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.prompts import PromptSource
@@ -68,10 +68,11 @@ class Run:
                               remedy="Wrap what yields the prompts: PromptSource(...).")
         self.options = options or RunOptions()
         self.prompts, self.sampling, self.buffer, self.trainer = prompts, sampling, buffer, trainer
-        self.env: Env = BySource(env) if isinstance(env, Mapping) else env
+        self.env: Env = joined(env, own=own_envs(self.options.eval_sets))
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
         check_pairs(buffer=buffer.config, training=trainer.config, weights=self.options.weights)
-        check_sources(prompts.names, field="env", given=env, others=sources_of(self.options.eval_sets))
+        check_sources(prompts.names, field="env", given=env,
+                      others=sources_of(asked for asked in self.options.eval_sets if asked.env is None))
         check_sources(prompts.names, field="sampling", given=sampling,
                       others=sources_of(asked for asked in self.options.eval_sets if asked.sampling is None))
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))

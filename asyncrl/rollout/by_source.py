@@ -36,12 +36,14 @@ def sampling_of(sampling: Samplings, source: str) -> Sampling:
 class BySource:
     """An environment for each source of prompts; the same one may stand for several. Reward workers of all have one zygote.
 
-    `Run(env={"sums": SingleTurn(...), "proofs": MyEnv()})` makes it.
+    `Run(env={"sums": SingleTurn(...), "proofs": MyEnv()})` makes it. `otherwise` is the environment of every other source; None
+    when there is no other.
     """
 
-    def __init__(self, envs: Mapping[str, Env]) -> None:
-        self._envs = dict(envs)
-        self._distinct = list({id(env): env for env in envs.values()}.values())
+    def __init__(self, envs: Mapping[str, Env], *, otherwise: Env | None = None) -> None:
+        self._envs, self._otherwise = dict(envs), otherwise
+        every = [*envs.values(), *([otherwise] if otherwise is not None else [])]
+        self._distinct = list({id(env): env for env in every}.values())
 
     def start(self, logs: Path, tokenizer: Tokenizer) -> None:
         """Start each environment once."""
@@ -53,11 +55,21 @@ class BySource:
 
     async def run(self, prompt: Prompt, session: Session) -> Outcome:
         """One rollout in the environment of the prompt's source. Raises ConfigError when there is none, and what that one raises."""
-        return await of_source(self._envs, prompt.source, field="env").run(prompt, session)
+        env = self._envs.get(prompt.source, self._otherwise)
+        if env is None:
+            env = of_source(self._envs, prompt.source, field="env")
+        return await env.run(prompt, session)
 
     async def close(self) -> None:
         """End every worker of every environment."""
         await asyncio.gather(*(env.close() for env in self._distinct))
+
+
+def joined(env: Env | Mapping[str, Env], *, own: Mapping[str, Env]) -> Env:
+    """One environment of what a run was given, one or one by source, and of those that some sources have of their own."""
+    if isinstance(env, Mapping):
+        return BySource({**env, **own})
+    return BySource(own, otherwise=env) if own else env
 
 
 def check_sources(known: Iterable[str], *, field: str, given: object, others: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.engine import Capabilities, Engine, require_sampling
+from asyncrl.rollout.env import Env
 from asyncrl.rollout.prompt_rows import complete_prompt
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Sampling
@@ -27,6 +28,8 @@ class EvalSet:
     """Rollouts of each prompt: n of pass@k."""
     sampling: Sampling | None = None
     """None: as the run samples. What training refuses is allowed here, where the engine has it."""
+    env: Env | None = None
+    """None: the run's. One of its own shares the reward zygote with the run's, and its prompts are of the source `eval/NAME`."""
     pass_at: tuple[int, ...] = ()
     """Every k for which pass@k is measured."""
     success_reward: float = 1.0
@@ -41,9 +44,11 @@ class EvalSet:
 
     def completed(self, tokenizer: Tokenizer) -> EvalSet:
         """The same with ids, texts and tokens of the prompts filled in."""
-        prompts = (complete_prompt(prompt, prompt_id=f"eval/{self.name}/{number}", tokenizer=tokenizer)
-                   for number, prompt in enumerate(self.prompts))
-        return dataclasses.replace(self, prompts=tuple(prompts))
+        whole = [complete_prompt(prompt, prompt_id=f"eval/{self.name}/{number}", tokenizer=tokenizer)
+                 for number, prompt in enumerate(self.prompts)]
+        if self.env is not None:
+            whole = [dataclasses.replace(prompt, source=own_source(self.name)) for prompt in whole]
+        return dataclasses.replace(self, prompts=tuple(whole))
 
 
 def check_sets(sets: Sequence[EvalSet], *, engines: Sequence[Engine]) -> None:
@@ -63,6 +68,16 @@ def check_set_sampling(name: str, sampling: Sampling, *, capabilities: Capabilit
         require_sampling(capabilities, sampling, engine=engine)
     except ConfigError as error:
         raise ConfigError(f"eval.sets.{name}.{error.field}", value=error.value, allowed=error.allowed, remedy=error.remedy) from None
+
+
+def own_source(name: str) -> str:
+    """The source of the prompts of a set that has an environment of its own: no data set is called so."""
+    return f"eval/{name}"
+
+
+def own_envs(sets: Iterable[EvalSet]) -> dict[str, Env]:
+    """Environments of sets that have one of their own, by the source of their prompts."""
+    return {own_source(asked.name): asked.env for asked in sets if asked.env is not None}
 
 
 def sources_of(sets: Iterable[EvalSet]) -> set[str]:

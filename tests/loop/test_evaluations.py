@@ -81,12 +81,27 @@ def test_a_set_is_sampled_as_it_says_and_others_as_the_run(model: Path, tmp_path
     assert asked == {(1.0, 5), (0.01, 3)}
 
 
+def test_a_set_may_be_judged_by_a_reward_of_its_own_whatever_the_sources_of_training_are_called(model: Path, tmp_path: Path) -> None:
+    own = SingleTurn({"strict": lambda prompt, completion: float(prompt.source == "eval/train")})
+    strict = dataclasses.replace(SUMS, name="train", env=own)
+
+    async def main() -> tuple[Evaluation, set[str]]:
+        async with make_run(model, tmp_path, fake(), SUMS, strict) as run:
+            report = await run.step()
+            return await run.evaluate(), {name for rollout in report.batch.rollouts for name in rollout.rewards}
+
+    evaluation, trained_by = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert evaluation["train"].reward == 1.0
+    assert evaluation["sums"].reward not in (0.0, 1.0)
+    assert trained_by == {"variety"}
+
+
 def test_what_an_engine_cannot_sample_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^eval\.sets\.sums\.sampling\.top_p = 0\.9 .*inline"):
         make_run(model, tmp_path, InlineEngine(model), dataclasses.replace(SUMS, sampling=Sampling(top_p=0.9)))
 
 
-def trained(tmp_path: Path, lines: list[str], *, steps: int, **eval_settings: object) -> Path:
+def trained(tmp_path: Path, lines: list[str], *, steps: int, resume: str | None = None, **eval_settings: object) -> Path:
     """The folder of a run of the main job."""
     model = make_tiny_model(tmp_path / "model")
     data = {"kind": "function", "function": f"{TASK}:questions"}
@@ -99,7 +114,7 @@ def trained(tmp_path: Path, lines: list[str], *, steps: int, **eval_settings: ob
         "run": {"name": "run", "steps": steps, "folder": str(tmp_path)}}, base=tmp_path)
     console = Console(PlainFace(lines.append))
     try:
-        asyncio.run(asyncio.wait_for(train(config, console=console), LIMIT_S))
+        asyncio.run(asyncio.wait_for(train(config, console=console, resume=resume), LIMIT_S))
     finally:
         console.close()
     return tmp_path / "run"
@@ -124,6 +139,20 @@ def test_the_weights_of_the_best_evaluation_are_kept_and_the_summary_says_which(
     assert f"version 2, sums {rewards[2]:.3f} from {rewards[0]:.3f}, pass@1 " in told
     assert told.count("the best evaluation so far") == sum(rewards[step] > max([rewards[before] for before in rewards if before < step],
                                                                                default=-1.0) for step in rewards)
+
+
+def test_a_resumed_run_goes_on_from_its_best_and_evaluates_no_step_twice(tmp_path: Path) -> None:
+    folder = trained(tmp_path, [], steps=2)
+    record = folder / "best" / "evaluation.json"
+    unbeatable = json.loads(record.read_text(encoding="utf-8"))
+    unbeatable |= {"step": 2, "version": 2, "metrics": unbeatable["metrics"] | {"eval/sums/reward/mean": 2.0}}
+    record.write_text(json.dumps(unbeatable), encoding="utf-8")
+    assert trained(tmp_path, [], steps=4, resume="newest") == folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["eval/step/last"] for row in rows if "eval_version" in row] == [0, 2, 4]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["best_step"], summary["best_reward"]) == (2, 2.0)
+    assert json.loads(record.read_text(encoding="utf-8")) == unbeatable
 
 
 def test_a_first_evaluation_that_measures_nothing_ends_the_run_with_the_reason(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.accounting import Ledger
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.by_source import BySource, check_sampling, check_sources, sampling_of
+from asyncrl.rollout.by_source import BySource, check_sampling, check_sources, joined, sampling_of
 from asyncrl.rollout.engine import Engine, Interruption
 from asyncrl.rollout.env import Env, SingleTurn
 from asyncrl.rollout.fake_engine import FakeEngine
@@ -75,6 +75,18 @@ def test_an_environment_of_several_sources_is_started_once_and_others_beside_it(
     rewards = [rollout.rewards for rollout in rolled_out(env, ["a", "b", "c", "d"], tmp_path)]
     assert rewards == [{"f": 2.0}, {"f": 2.0}, {"total": 1.0}, {"g": 3.0}]
     assert started == [shared]
+
+
+@pytest.mark.parametrize("is_mapping", [False, True])
+def test_a_source_with_an_environment_of_its_own_takes_none_from_the_others(is_mapping, tmp_path):
+    given = SingleTurn({"f": lambda prompt, completion: 2.0})
+    env = joined({"a": given} if is_mapping else given, own={"mine": SingleTurn({"g": lambda prompt, completion: 3.0})})
+    assert [rollout.rewards for rollout in rolled_out(env, ["a", "mine", "a"], tmp_path)] == [{"f": 2.0}, {"g": 3.0}, {"f": 2.0}]
+
+
+def test_an_environment_alone_stays_itself():
+    env = FunctionEnv(one_turn)
+    assert joined(env, own={}) is env
 
 
 def test_each_source_is_sampled_its_own_way_and_the_rollout_says_how(tmp_path):
