@@ -16,11 +16,11 @@ from asyncrl import yaml_text
 from asyncrl.buffer.config import BufferConfig
 from asyncrl.errors import ConfigError
 from asyncrl.overrides import apply_overrides, parse_overrides
-from asyncrl.pairs import check_engine, check_evaluation, check_pairs
+from asyncrl.pairs import check_deadline, check_engine, check_evaluation, check_mixture, check_pairs
 from asyncrl.recipe_files import find_recipe
 from asyncrl.references import resolve_references
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
-from asyncrl.rollout.task_config import EnvConfig, EvalConfig, NoEval, ProbeConfig, PromptsConfig, SetsEval
+from asyncrl.rollout.task_config import EnvConfig, EvalConfig, MixturePrompts, NoEval, ProbeConfig, PromptsConfig, SetsEval
 from asyncrl.settings import TAGGED, Section, Seed, validated
 from asyncrl.train.config import AdvantagesConfig, CorrectionConfig, LossConfig, TrainConfig, TrainerConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
@@ -108,10 +108,9 @@ class RunConfig(Section):
         sampling = self.sampling.build()
         sampling.check(for_training=True)
         check_engine(self.engine, sampling=sampling, weights=self.weights)
-        if self.env.timeout_s >= self.buffer.stall_timeout_s:
-            raise ConfigError("env.timeout_s, buffer.stall_timeout_s", value=(self.env.timeout_s, self.buffer.stall_timeout_s),
-                              allowed="a reward that ends before the buffer takes the run for dead",
-                              remedy="Lower env.timeout_s or raise buffer.stall_timeout_s.")
+        check_deadline(self.env, buffer=self.buffer)
+        if isinstance(self.prompts, MixturePrompts):
+            check_mixture(self.prompts, env=self.env, sampling=sampling, engine=self.engine, buffer=self.buffer, weights=self.weights)
         if isinstance(self.eval, SetsEval):
             check_evaluation(self.eval, engine=self.engine, sampling=sampling, weights=self.weights)
         return self

@@ -25,6 +25,10 @@ class ConfigError(AsyncRLError, ValueError):
         self.field, self.value, self.allowed, self.remedy = field, value, allowed, remedy
         super().__init__(f"{field} = {value!r} is not allowed: {allowed}. {remedy}")
 
+    def moved(self, place: str, to: str) -> ConfigError:
+        """The same mistake, its field `to` where it was `place`."""
+        return ConfigError(self.field.replace(place, to, 1), value=self.value, allowed=self.allowed, remedy=self.remedy)
+
 
 class ShapeError(AsyncRLError, ValueError):
     """Arrays whose lengths, dtypes or offsets contradict one another."""

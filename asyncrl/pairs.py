@@ -7,7 +7,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollout.config import EngineConfig
 from asyncrl.rollout.engine import Interruption, require
 from asyncrl.rollout.eval_set import check_set_sampling
-from asyncrl.rollout.task_config import SetsEval
+from asyncrl.rollout.task_config import MixturePrompts, SetsEval, SingleTurnConfig
 from asyncrl.train.config import TrainConfig
 from asyncrl.types import Sampling
 from asyncrl.weights.config import WeightsConfig
@@ -46,6 +46,26 @@ def check_evaluation(evaluation: SetsEval, *, engine: EngineConfig, sampling: Sa
     capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
     for name, asked in evaluation.sets.items():
         check_set_sampling(name, asked.sampling.over(sampling), capabilities=capabilities, engine=engine.kind)
+
+
+def check_deadline(env: SingleTurnConfig, *, buffer: BufferConfig, field: str = "env") -> None:
+    """Raise ConfigError for a reward that may take longer than the buffer waits."""
+    if env.timeout_s >= buffer.stall_timeout_s:
+        raise ConfigError(f"{field}.timeout_s, buffer.stall_timeout_s", value=(env.timeout_s, buffer.stall_timeout_s),
+                          allowed="a reward that ends before the buffer takes the run for dead",
+                          remedy=f"Lower {field}.timeout_s or raise buffer.stall_timeout_s.")
+
+
+def check_mixture(prompts: MixturePrompts, *, env: SingleTurnConfig, sampling: Sampling, engine: EngineConfig, buffer: BufferConfig,
+                  weights: WeightsConfig) -> None:
+    """Raise ConfigError for what a source of a mixture sets for itself and other sections do not go together with."""
+    for name, source in prompts.sources.items():
+        field = f"prompts.sources.{name}"
+        check_deadline(source.env.over(env), buffer=buffer, field=f"{field}.env")
+        try:
+            check_engine(engine, sampling=source.sampling.over(sampling), weights=weights)
+        except ConfigError as error:
+            raise error.moved("sampling", f"{field}.sampling") from error
 
 
 def _correction_of_stale_data_is_chosen(buffer: BufferConfig, training: TrainConfig) -> None:

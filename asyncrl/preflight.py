@@ -19,17 +19,21 @@ from asyncrl.model_check import ModelSize, check_model
 from asyncrl.model_folder import model_folder
 from asyncrl.observe.wandb_writer import require_wandb
 from asyncrl.place_check import check_loopback, check_run_folder, check_shared_memory, check_socket_folder
+from asyncrl.rollout.by_source import check_sampling
 from asyncrl.rollout.config import TransformersEngineConfig, VLLMEngineConfig
-from asyncrl.rollout.engine import Interruption, require
+from asyncrl.rollout.data_config import DataSettings
+from asyncrl.rollout.data_set import DataSet
+from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.judge import named_rewards
 from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_prompt
 from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsEval
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
+from asyncrl.task import build_sampling, env_sections, load_rewards, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare import cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
-from asyncrl.training import build_engine, load_rewards
+from asyncrl.training import build_engine
 from asyncrl.types import Prompt
 
 _PROMPTS_LOOKED_AT = 64
@@ -108,9 +112,10 @@ def _check_packages(config: RunConfig) -> None:
 
 def _check_functions(config: RunConfig) -> None:
     """Every function of the user's can be imported and takes what it will be given; examples of a warm-up yield a pair."""
-    with _user_code("env.reward", config.env.reward):
-        rewards = load_rewards(config)
-    named_rewards(rewards if isinstance(rewards, Mapping) else [rewards])
+    for field, section in env_sections(config).items():
+        with _user_code(f"{field}.reward", section.reward):
+            rewards = load_rewards(section, field=field)
+        named_rewards(rewards if isinstance(rewards, Mapping) else [rewards])
     if isinstance(config.model, ModelFunction):
         with _user_code("model.function", config.model.function):
             function = load_function(config.model.function, field="model.function")
@@ -144,14 +149,15 @@ def _model_at_hand(config: RunConfig) -> Path | None:
 def _check_engine(config: RunConfig, folder: Path) -> int:
     """The context of the engine, in tokens. Raises ConfigError for what it cannot do."""
     engine = build_engine(config, model=folder)
-    require(engine.capabilities, config.sampling.build(), Interruption(config.weights.interruption), engine=engine.name)
+    check_sampling(build_sampling(config, others=()), engines=[engine], interruption=Interruption(config.weights.interruption))
     return engine.capabilities.context_tokens
 
 
 def _data_sections(config: RunConfig) -> list[tuple[str, FunctionData | JsonlData, str]]:
     """Every section that gives prompts: its field, itself, and the source its rows are of."""
     sets = config.eval.sets if isinstance(config.eval, SetsEval) else {}
-    return [("prompts", config.prompts, "train"), *((f"eval.sets.{name}.prompts", asked.prompts, name) for name, asked in sets.items())]
+    prompts = [(field, section, field.rpartition(".")[2]) for field, section in prompt_sections(config).items()]
+    return [*prompts, *((f"eval.sets.{name}.prompts", asked.prompts, name) for name, asked in sets.items())]
 
 
 def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> Iterator[Prompt]:
@@ -166,6 +172,9 @@ def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> I
         if not isinstance(made, Iterable):
             raise ConfigError(f"{field}.function", value=made, allowed="a function that returns or yields asyncrl.Prompt",
                               remedy="Return a list, or yield the prompts.")
+        if isinstance(section, DataSettings):
+            with placed(field):
+                DataSet(lambda: made, settings=section, seed=0)
         yield from made
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,28 +15,24 @@ from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig
 from asyncrl.errors import RunStopped
-from asyncrl.functions import load_function
 from asyncrl.loop import Run
 from asyncrl.observe.console import Console
 from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
 from asyncrl.rollout.engine import Engine
-from asyncrl.rollout.env import SingleTurn
-from asyncrl.rollout.eval_set import EvalSet
+from asyncrl.rollout.eval_set import sources_of
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.inline_engine import InlineEngine
-from asyncrl.rollout.prompt_rows import read_jsonl
-from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.seeds import derive_seed
-from asyncrl.rollout.task_config import FunctionData, JsonlData, SetsEval
+from asyncrl.rollout.task_config import SetsEval
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.run_folder import RunFolder
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import Resume, RunState
+from asyncrl.task import build_env, build_eval_sets, build_prompts, build_sampling, reward_workers
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder
 from asyncrl.train.trainer import Trainer
-from asyncrl.types import Prompt
 
 _PREPARE_TIMEOUT_S = 3600.0
 _STEP_GRACE_S = 120.0
@@ -59,6 +54,8 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
             folder.track()
             try:
                 await _finishing_the_step(run, _train_steps(run, config, folder))
+                for line in run.prompts.passed_over():
+                    console.note(line)
                 await run.save()
                 await run.trainer.export(folder.path / "model")
                 await run.finish()
@@ -148,12 +145,11 @@ def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) ->
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
                       **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
-                         probe=config.run.probe, error_budget=config.run.error_budget, eval_sets=_eval_sets(config),
+                         probe=config.run.probe, error_budget=config.run.error_budget, eval_sets=build_eval_sets(config),
                          resume="newest" if resumed else None)
-    env = SingleTurn(load_rewards(config), workers=config.env.workers, timeout_s=config.env.timeout_s, memory_bytes=config.env.memory_bytes)
-    prompts = PromptSource(_data(config.prompts, field="prompts", source="train"), epochs=config.prompts.epochs)
-    engine = build_engine(config, model=model, version=resumed.version if resumed else 0)
-    return Run(prompts=prompts, engine=engine, env=env, sampling=config.sampling.build(),
+    sampling = build_sampling(config, others=sources_of(asked for asked in options.eval_sets if asked.sampling is None))
+    return Run(prompts=build_prompts(config), engine=build_engine(config, model=model, version=resumed.version if resumed else 0),
+               env=build_env(config, others=sources_of(options.eval_sets)), sampling=sampling,
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
 
 
@@ -166,7 +162,7 @@ def processes_of(config: RunConfig) -> list[str]:
                 else f"engine: 1 child{_BELOW.get(config.engine.kind, '')}, {config.engine.kind}, {config.engine.threads} thread(s)")
     rows.append(f"trainer: {config.trainer.processes} child(ren), gloo or nccl" if config.trainer.processes
                 else "trainer: in the controller")
-    rows.append(f"rewards: 1 zygote, {config.env.workers} worker(s)")
+    rows.append(f"rewards: 1 zygote, {reward_workers(config)} worker(s)")
     return rows
 
 
@@ -181,26 +177,3 @@ def build_engine(config: RunConfig, *, model: Path, version: int = 0) -> Engine:
     kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
     seed = config.run.seed if engine.seed is None else engine.seed
     return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) if version else seed})
-
-
-def load_rewards(config: RunConfig) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
-    """The reward function, or several by name. Raises ConfigError for one that cannot be imported."""
-    reward = config.env.reward
-    if isinstance(reward, str):
-        return load_function(reward, field="env.reward")
-    return {name: load_function(reference, field=f"env.reward.{name}") for name, reference in reward.items()}
-
-
-def _data(config: FunctionData | JsonlData, *, field: str, source: str) -> Iterable[Prompt]:
-    """The prompts a section describes; `source` names those of a file, a function names its own."""
-    if isinstance(config, JsonlData):
-        return read_jsonl(Path(config.path), source=source)
-    return load_function(config.function, field=f"{field}.function")(**config.arguments)
-
-
-def _eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
-    if not isinstance(config.eval, SetsEval):
-        return ()
-    return tuple(EvalSet(name, tuple(itertools.islice(_data(asked.prompts, field=f"eval.sets.{name}.prompts", source=name), asked.limit)),
-                         samples_per_prompt=asked.samples_per_prompt, sampling=asked.sampling.over(config.sampling.build()),
-                         pass_at=asked.pass_at, success_reward=asked.success_reward) for name, asked in config.eval.sets.items())

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
-from asyncrl import run_folder, training
+from asyncrl import run_folder, task
 from asyncrl.clock import run_virtual
 from asyncrl.config import RunConfig
 from asyncrl.observe.console import Console
@@ -32,7 +32,7 @@ def evaluated(config: RunConfig, scene: Scene) -> object:
     async def main() -> object:
         engine = FakeEngine()
         means = Means(await router_of(engine), FunctionEnv(run), config.sampling.build(), 0, 60.0)
-        sets = [asked.completed(Tokenizer(scene.model)) for asked in training._eval_sets(config)]
+        sets = [asked.completed(Tokenizer(scene.model)) for asked in task.build_eval_sets(config)]
         weights = SimpleNamespace(applied=lambda: asyncio.sleep(0, result=0))
         observer = Observer(means, sets=sets, probed=(), probe=config.run.probe, weights=weights, trainer=None)
         return (await observer.evaluate()).metrics, [(request.tokens.tolist(), request.sampling) for request in requests_of(engine)]

@@ -14,6 +14,7 @@ from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
 from tests import config_observers as see
+from tests import data_observers as see_data
 from tests import eval_observers as see_eval
 from tests.config_observers import Observer, Scene
 from tests.rollout.model_rig import PublishedModel, publish_model
@@ -21,6 +22,7 @@ from tests.rollout.model_rig import PublishedModel, publish_model
 HERE = Path(__file__).parent
 TASK, WARM_TASK = HERE / "effects_task.py", HERE / "train" / "prepare_task.py"
 FUNCTION_DATA = {"kind": "function", "function": f"{TASK}:questions"}
+JSONL_DATA = {"kind": "jsonl", "path": "none.jsonl"}
 OWN = "one"
 """A name of the user's own, in a mapping of sections."""
 WARM_UP = {"kind": "cross_entropy", "examples": f"{TASK}:seeded_copies", "held_out": f"{WARM_TASK}:held_out_copies", "until_accuracy": 0.14,
@@ -41,7 +43,10 @@ TREE: dict[str, Any] = {
 }
 SECTIONS: dict[str, Any] = {
     "model.folder": TREE["model"], "model.function": MADE_MODEL, "warm_up.cross_entropy": WARM_UP, "warm_up.none": {"kind": "none"},
-    "prompts.function": FUNCTION_DATA, "prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "prompts.function": FUNCTION_DATA, "prompts.jsonl": JSONL_DATA,
+    "prompts.mixture": {"kind": "mixture", "sources": {OWN: FUNCTION_DATA, "two": dict(FUNCTION_DATA)}},
+    "prompts.mixture.sources.function": {OWN: FUNCTION_DATA, "two": dict(FUNCTION_DATA)},
+    "prompts.mixture.sources.jsonl": {OWN: JSONL_DATA, "two": FUNCTION_DATA},
     "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"], "engine.vllm": {"kind": "vllm"},
     "buffer.policy.lease": {"kind": "lease"}, "buffer.policy.fixed_lag": {"kind": "fixed_lag", "lag_steps": 0},
     "correction.token_tis": {"kind": "token_tis"}, "correction.icepop": {"kind": "icepop"},
@@ -49,9 +54,13 @@ SECTIONS: dict[str, Any] = {
     "trainer.schedule.constant": {"kind": "constant"},
     "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
     "eval.sets": {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}, "every_steps": 2},
-    "eval.sets.sets.prompts.function": FUNCTION_DATA, "eval.sets.sets.prompts.jsonl": {"kind": "jsonl", "path": "none.jsonl"},
+    "eval.sets.sets.prompts.function": FUNCTION_DATA, "eval.sets.sets.prompts.jsonl": JSONL_DATA,
     "eval.sets.best.keep": {"kind": "keep"},
     "run.wandb.wandb": {"kind": "wandb"}}
+DATA_PLACES = tuple(f"prompts.{place}{kind}" for place in ("", "mixture.sources.") for kind in ("function", "jsonl"))
+SECTIONS |= {f"{place}.{kind}": section for place in DATA_PLACES for kind, section in {
+    "shuffle.buffer": {"kind": "buffer", "rows": 3}, "shuffle.full": {"kind": "full"}, "shuffle.none": {"kind": "none"},
+    "curriculum.none": {"kind": "none"}, "curriculum.pass_rate": {"kind": "pass_rate", "min_rollouts": 2}}.items()}
 """The section each kind is tried in."""
 
 
@@ -89,10 +98,22 @@ FLIPS: dict[str, Flip] = {
     "warm_up.cross_entropy.max_steps": flip(1, see.prepared, **WARM),
     "warm_up.cross_entropy.threads": flip(2, see.prepared, **WARM),
     "warm_up.cross_entropy.seed": flip(1, see.prepared, **WARM),
-    "prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see.parts),
+    "prompts.kind": flip(JSONL_DATA | {"path": "other.jsonl"}, see.parts),
     "prompts.function.function": flip(f"{TASK}:other_questions", see.parts), "prompts.function.arguments": flip({"count": 2}, see.parts),
-    "prompts.function.epochs": flip(1, see.parts),
-    "prompts.jsonl.path": flip("other.jsonl", see.parts), "prompts.jsonl.epochs": flip(1, see.parts),
+    "prompts.jsonl.path": flip("other.jsonl", see.parts),
+    **{f"{place}.{name}": flip(value, see_data.asked) for place in DATA_PLACES for name, value in {
+        "epochs": 1, "shuffle.kind": {"kind": "full"}, "shuffle.buffer.rows": 2, "max_prompt_tokens": 3,
+        "curriculum.kind": {"kind": "pass_rate", "min_rollouts": 2}, "curriculum.pass_rate.success_reward": 0.5,
+        "curriculum.pass_rate.solved_above": 0.5, "curriculum.pass_rate.hopeless_below": 0.5, "curriculum.pass_rate.min_rollouts": 3,
+        "curriculum.pass_rate.recheck_after_prompts": 2}.items()},
+    "prompts.mixture.sources.kind": flip({OWN: JSONL_DATA | {"path": "other.jsonl"}, "two": FUNCTION_DATA}, see_data.asked),
+    "prompts.mixture.sources.function.function": flip(f"{TASK}:other_questions", see_data.asked),
+    "prompts.mixture.sources.function.arguments": flip({"count": 2}, see_data.asked),
+    "prompts.mixture.sources.jsonl.path": flip("other.jsonl", see_data.asked),
+    **{f"prompts.mixture.sources.{kind}.weight": flip(3.0, see_data.asked) for kind in ("function", "jsonl")},
+    **{f"prompts.mixture.sources.{kind}.{name}": flip(value, see.parts) for kind in ("function", "jsonl") for name, value in {
+        "env.reward": f"{TASK}:always_two", "env.workers": 2, "env.timeout_s": 3.0, "env.memory_bytes": 10**8,
+        "sampling.temperature": 0.7, "sampling.max_new_tokens": 5, "sampling.stop": ["="]}.items()},
     "engine.kind": flip({"kind": "inline"}, see.processes), "engine.inline.dtype": flip("bfloat16", see.inline_engine),
     "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
     **{f"engine.transformers.{name}": flip(value, see.engine_spec) for name, value in {
@@ -137,7 +158,7 @@ FLIPS: dict[str, Flip] = {
     "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
     "eval.kind": flip({"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}}, see.course),
-    "eval.sets.sets.prompts.kind": flip({"kind": "jsonl", "path": "none.jsonl"}, see_eval.evaluated),
+    "eval.sets.sets.prompts.kind": flip(JSONL_DATA | {"path": "other.jsonl"}, see_eval.evaluated),
     "eval.sets.sets.prompts.function.function": flip(f"{TASK}:other_questions", see_eval.evaluated),
     "eval.sets.sets.prompts.function.arguments": flip({"count": 2}, see_eval.evaluated),
     "eval.sets.sets.prompts.jsonl.path": flip("other.jsonl", see_eval.evaluated), "eval.sets.sets.limit": flip(3, see_eval.evaluated),
@@ -181,9 +202,9 @@ FIELDS = {name: (place, kinds) for name, place, kinds in fields_of(RunConfig)}
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
-    for name, text in (("none", "1+1="), ("other", "1-1=")):
-        path = tmp_path_factory.getbasetemp() / f"{name}.jsonl"
-        path.write_text(f'{{"prompt": "{text}"}}\n', encoding="utf-8")
+    for name, sign in (("none", "+"), ("other", "-")):
+        rows = [f'{{"prompt": "{number}{sign}1="}}\n' for number in range(4)]
+        (tmp_path_factory.getbasetemp() / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
     return publish_model(tmp_path_factory.mktemp("published"))
 
 

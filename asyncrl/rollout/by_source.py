@@ -6,7 +6,7 @@ import asyncio
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.engine import Engine, Interruption, require
@@ -96,14 +96,9 @@ def check_sampling(sampling: Samplings, *, engines: Iterable[Engine], interrupti
             for engine in engines:
                 require(engine.capabilities, each, interruption, engine=engine.name)
         except ConfigError as error:
-            raise _of_source(error, source) from error
+            raise error.moved("sampling", f"sampling.{source}" if source else "sampling") from error
     temperatures = {each.temperature for each in sampling.values()} if isinstance(sampling, Mapping) else set()
     for engine in engines:
         if len(temperatures) > 1 and not engine.capabilities.per_request_temperature:
             raise ConfigError("sampling.temperature", value=sorted(temperatures), allowed=f"one for all sources with {engine.name}",
                               remedy="Give every source the same, or choose another engine.")
-
-
-def _of_source(error: ConfigError, source: str) -> ConfigError:
-    field: Any = error.field.replace("sampling.", f"sampling.{source}." if source else "sampling.", 1)
-    return ConfigError(field, value=error.value, allowed=error.allowed, remedy=error.remedy)

@@ -71,6 +71,10 @@ class PromptSource:
         """Count a prompt that was handed out and cannot be asked."""
         self._source_of(prompt).skip(prompt, reason)
 
+    def passed_over(self) -> list[str]:
+        """What has been passed over, a line for each reason and source, with the first rows since the start of this process."""
+        return [line for source in self._sources for line in source.passed_over()]
+
     def observe(self, prompt: Prompt, rollout: Rollout) -> None:
         """A rollout of a prompt is finished: what a curriculum goes by."""
         self._source_of(prompt).observe(prompt, rollout)

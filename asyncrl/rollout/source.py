@@ -21,6 +21,7 @@ _MOST_PASSED_OVER = 10_000
 """In a row, of data whose length is not known: the bound of a search that may have no end."""
 
 _SKIPPED = "skipped_"
+_ROWS_NAMED = 8
 
 
 class Source:
@@ -36,6 +37,7 @@ class Source:
         self._data, self._settings = data, settings
         self._rates = PassRates(settings.curriculum) if isinstance(settings.curriculum, PassRateCurriculum) else None
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._first_rows: dict[tuple[str, str], dict[int | None, None]] = {}
 
     @property
     def skipped(self) -> int:
@@ -45,6 +47,15 @@ class Source:
     def skip(self, prompt: Prompt, reason: str) -> None:
         """Count a prompt that is not asked, under the source it names."""
         self._counts[f"{_SKIPPED}{reason}", prompt.source] += 1
+        rows = self._first_rows.setdefault((reason, prompt.source), {})
+        if len(rows) < _ROWS_NAMED:
+            rows[prompt.row] = None
+
+    def passed_over(self) -> list[str]:
+        """What has been passed over, a line for each reason, with the first rows since the start of this process."""
+        return [f"{self._counts[f'{_SKIPPED}{reason}', source]} prompts of source {source!r} passed over, {reason}: rows "
+                f"{', '.join(map(str, rows))}{', …' if len(rows) == _ROWS_NAMED else ''}"
+                for (reason, source), rows in self._first_rows.items()]
 
     def renamed(self, name: str, *, weight: float) -> Source:
         """The same data as a source of a mixture."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.data_config import DataSettings
 from asyncrl.rollout.eval_set import check_name, check_pass_at
 from asyncrl.settings import TAGGED, Section
 from asyncrl.types import Sampling
@@ -29,23 +30,33 @@ class JsonlData(Section):
     path: str
 
 
-DataConfig = Annotated[FunctionData | JsonlData, Field(discriminator="kind")]
+DataConfig = Annotated[FunctionData | JsonlData, TAGGED]
 
 
-class FunctionPrompts(FunctionData):
-    """Training prompts that a function yields."""
+class SamplingOverrides(Section):
+    """How one source, or one held-out set, is sampled where that differs from the run; left out, as `sampling` says."""
 
-    epochs: int | None = Field(default=None, ge=1)
-    """How often to go through the data; None as long as the run asks."""
+    temperature: float | None = Field(default=None, gt=0.0)
+    """Near 0 it is greedy decoding: at 0.01 two tokens share the probability only when their logits are within 0.05."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    stop: tuple[str, ...] | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.model_dump(exclude_none=True))
+
+    def over(self, sampling: Sampling) -> Sampling:
+        """`sampling` with what is set here."""
+        return dataclasses.replace(sampling, **self.model_dump(exclude_none=True))
 
 
-class JsonlPrompts(JsonlData):
+class FunctionPrompts(FunctionData, DataSettings):
+    """Training prompts that a function yields. Called again for each epoch, unless it returns a list."""
+
+
+class JsonlPrompts(JsonlData, DataSettings):
     """Training prompts of a JSONL file."""
-
-    epochs: int | None = Field(default=None, ge=1)
-
-
-PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts, Field(discriminator="kind")]
 
 
 class SingleTurnConfig(Section):
@@ -63,23 +74,65 @@ class SingleTurnConfig(Section):
 EnvConfig = Annotated[SingleTurnConfig, Field()]
 
 
+class SourceEnv(Section):
+    """What is judged otherwise than `env` says; left out, as it says."""
+
+    reward: str | dict[str, str] | None = None
+    """Of this source alone."""
+    workers: int | None = Field(default=None, ge=1)
+    """Reward workers of this source."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Deadline of a judgement."""
+    memory_bytes: int | None = Field(default=None, ge=1)
+    """Private memory a reward worker may take beyond what it inherits."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.model_dump(exclude_none=True))
+
+    def over(self, env: SingleTurnConfig) -> SingleTurnConfig:
+        """`env` with what is set here."""
+        return env.model_copy(update=self.model_dump(exclude_none=True))
+
+
+class SourceSettings(DataSettings):
+    """One source of a mixture: its share, and what differs for it."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the prompts, relative to the other sources'."""
+    env: SourceEnv = SourceEnv()
+    """Rewards, workers and deadline of its own."""
+    sampling: SamplingOverrides = SamplingOverrides()
+    """Temperature, budget and stop strings of its own."""
+
+
+class FunctionSource(FunctionData, SourceSettings):
+    """Prompts that a function yields; they get the name of the source."""
+
+
+class JsonlSource(JsonlData, SourceSettings):
+    """Prompts of a JSONL file."""
+
+
+SourceConfig = Annotated[FunctionSource | JsonlSource, TAGGED]
+
+
+class MixturePrompts(Section):
+    """Training prompts of several sources, asked by weight."""
+
+    kind: Literal["mixture"]
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    """By the name that their prompts, and their metrics, get."""
+
+
+PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts | MixturePrompts, TAGGED]
+
+
 class NoEval(Section):
     """Nothing is evaluated."""
 
     kind: Literal["none"] = "none"
-
-
-class EvalSampling(Section):
-    """How a set is sampled where that differs from the run; left out, the run's."""
-
-    temperature: float | None = Field(default=None, gt=0.0)
-    """Near 0 it is greedy decoding: at 0.01 two tokens share the probability only when their logits are within 0.05."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    stop: tuple[str, ...] | None = None
-
-    def over(self, sampling: Sampling) -> Sampling:
-        """`sampling` with what is set here."""
-        return dataclasses.replace(sampling, **self.model_dump(exclude_none=True))
 
 
 class EvalSetConfig(Section):
@@ -93,7 +146,7 @@ class EvalSetConfig(Section):
     """Every k, up to `samples_per_prompt`, for which pass@k is measured."""
     success_reward: float = 1.0
     """A rollout with at least this reward has solved its prompt."""
-    sampling: EvalSampling = EvalSampling()
+    sampling: SamplingOverrides = SamplingOverrides()
 
 
 class NoBest(Section):

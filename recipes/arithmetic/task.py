@@ -75,8 +75,8 @@ def held_out_examples(seed: int = 0, noise: float = 0.0) -> list[tuple[str, str]
 
 
 def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 4, intermediate: int = 128,
-               initializer_range: float = 0.02, context_tokens: int = 64, seed: int = 0) -> None:
-    """Write a randomly initialised Qwen3 with a character tokenizer to `folder`, in Hugging Face format."""
+               initializer_range: float = 0.02, context_tokens: int = 64, characters: str = CHARACTERS, seed: int = 0) -> None:
+    """Write a randomly initialised Qwen3 with a tokenizer of these characters to `folder`, in Hugging Face format."""
     import torch
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -84,7 +84,7 @@ def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 
     from tokenizers.pre_tokenizers import Split
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
     tokenizer.decoder = Fuse()

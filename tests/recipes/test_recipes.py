@@ -18,6 +18,7 @@ from asyncrl.config import load_config
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
 VLLM = QUICKSTART.with_name("vllm.yaml")
+MIXTURE = QUICKSTART.with_name("mixture.yaml")
 LIMIT_S = 240
 
 
@@ -133,3 +134,16 @@ def test_held_out_sums_are_never_trained_on() -> None:
     left, right = map(int, prompt.text.rstrip("=").split("+"))
     assert task.is_correct(prompt, f"{left + right:03d}") == 1.0
     assert task.is_correct(prompt, f"{left + right + 1:03d}") == 0.0
+
+
+@pytest.mark.slow
+def test_the_mixture_asks_and_judges_both_sources(tmp_path: Path) -> None:
+    run("-m", "asyncrl.cli", "train", str(MIXTURE), f"run.folder={tmp_path}", "run.steps=3", "eval.every_steps=3", "warm_up.max_steps=10",
+        "warm_up.until_accuracy=0.0001", "buffer.zero_variance=keep", "buffer.groups_per_step=12", "buffer.group_size=4",
+        "eval.sets.sums.limit=8", "eval.sets.differences.limit=8", "prompts.sources.differences.weight=0.5")
+    rows = [json.loads(line) for line in (tmp_path / "mixture" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step" in row]
+    shares = [(row["buffer/source.sums/groups"], row["buffer/source.differences/groups"]) for row in steps]
+    assert all(sums + differences == 12 and abs(differences - 12 / 5) <= 2 for sums, differences in shares)
+    assert {"reward/function.is_correct/mean", "reward/function.sign/mean", "reward/function.number/mean"} <= steps[0].keys()
+    assert json.loads((tmp_path / "mixture" / "summary.json").read_text())["ledger_closed"] is True
