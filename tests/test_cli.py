@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import EXIT_FAILED, EXIT_USAGE, main
+from asyncrl.errors import RunAborted
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
 
@@ -41,6 +42,15 @@ def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "steps: 7" in text
     assert "seed: 3" in text
+
+
+def test_a_run_that_a_limit_ends_is_one_message_and_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def aborted(*given: object, **named: object) -> None:
+        raise RunAborted("33 of the last 40 rollouts failed")
+
+    monkeypatch.setattr("asyncrl.cli.train", aborted)
+    assert main(["train", str(QUICKSTART)]) == EXIT_FAILED
+    assert capsys.readouterr().err == "asyncrl: RunAborted: 33 of the last 40 rollouts failed\n"
 
 
 def test_a_full_disk_is_one_line_and_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

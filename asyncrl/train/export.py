@@ -21,7 +21,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ranks) -> None:
     """Write weights in the source's dtype, tied ones once, and every other file of the source folder beside them.
 
-    Every rank must call it; rank 0 writes. Raises NonFiniteError rather than export a NaN or an infinity.
+    Every rank must call it; rank 0 writes, beside `target` first: what has no place leaves nothing there. Raises NonFiniteError rather
+    than export a NaN or an infinity.
     """
     dtype = _source_dtype(source)
     tensors = {}
@@ -34,11 +35,19 @@ def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ran
             tensors[name] = full.cpu().contiguous()
     if ranks.rank:
         return
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(file, target / file.name)
-    save_torch_state_dict(tensors, target)
+    place = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        place.mkdir(parents=True)
+        for file in source.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+                shutil.copyfile(file, place / file.name)
+        save_torch_state_dict(tensors, place)
+        target.mkdir(exist_ok=True)
+        for file in place.iterdir():
+            file.replace(target / file.name)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _source_dtype(source: Path) -> torch.dtype:
