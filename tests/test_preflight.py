@@ -298,5 +298,8 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     assert 0 < weights_bytes - 4 * parameters < 10_000  # the header
     assert sizes.disk_bytes == 4 * parameters + 2 * 12 * parameters
     assert sizes.memory_bytes == 20 * parameters
+    scene.set("eval", {"kind": "sets", "sets": {"held_out": {"prompts": {"kind": "function", "function": "task.py:questions"}}}})
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 3 * 4 * parameters + 2 * 12 * parameters
+    scene.set("eval.best", {"kind": "none"})
     scene.set("trainer.checkpoint_every_steps", None)
     assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters + 12 * parameters
