@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config import RunConfig, dump_config, load_config
+from asyncrl.config import RunConfig, load_config
+from asyncrl.config_schema import recipe_schema
 from asyncrl.doctor.report import diagnose, table
+from asyncrl.dry_run import describe
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import Console, open_console
@@ -22,7 +24,7 @@ from asyncrl.observe.watch import Watch, find_run
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
 from asyncrl.run_state import Resume
-from asyncrl.training import processes_of, train
+from asyncrl.training import train
 
 EXIT_OK = 0
 """What was asked for was done."""
@@ -95,7 +97,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe by name, such as arithmetic/quickstart, or the path of a YAML file")
     parser.add_argument("--resume", nargs="?", const="newest", choices=_RESUMES,
                         help="go on from the run's newest whole checkpoint; auto: begin anew when there is none")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the processes, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and what follows from it, start nothing")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the last line alone")
 
 
@@ -104,6 +106,11 @@ def _recipes(options: argparse.Namespace) -> int:
     for name in names:
         print(f"{name:{max(map(len, names))}}  {recipe_summary(recipe_file(name))}")
     print(f"\nin {recipes_folder()}")
+    return EXIT_OK
+
+
+def _schema(options: argparse.Namespace) -> int:
+    print(recipe_schema(), end="")
     return EXIT_OK
 
 
@@ -144,6 +151,7 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
+    Command("schema", "print the JSON schema of a recipe, for editors", _schema, _no_arguments),
     Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,
             takes_settings=True),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
@@ -152,12 +160,6 @@ COMMANDS = (
 
 async def _train_and_forget(config: RunConfig, console: Console, *, resume: Resume) -> None:
     await train(config, console=console, resume=resume)
-
-
-def describe(config: RunConfig) -> str:
-    """The resolved configuration, and the processes the run would start."""
-    lines = [dump_config(config).rstrip(), "", "# processes"]
-    return "\n".join(lines + [f"#   {line}" for line in processes_of(config)])
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
