@@ -7,7 +7,6 @@ import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -18,21 +17,21 @@ from asyncrl.settings import kinds_of, members_of
 _INTRODUCTION = """# Configuration
 
 Made from the settings by `python -m asyncrl.config_reference`; a test compares the two. `asyncrl schema` prints the same as a JSON schema,
-which editors complete and check by: a recipe's first line names it, `# yaml-language-server: $schema=../schema.json`.
+by which editors complete and check: a recipe's first line names it, `# yaml-language-server: $schema=../schema.json`.
 
-A recipe is a YAML mapping of the sections below. On the command line `section.key=value` replaces one value, which is YAML too; a key is given
-once. `engine.kind=inline` keeps the settings that both kinds have and says which ones go. Where a kind needs nothing else it may stand for its
-section: `correction: token_tis`.
+A recipe is a YAML mapping of the sections below. On the command line `section.key=value` replaces one value, which is YAML too; a key
+is given once. `engine.kind=inline` keeps the settings that both kinds have and says which ones go. Where a kind needs nothing else it may
+stand for its section: `correction: token_tis`.
 
-Unknown keys, text where a number should stand, values out of range and pairs that cannot work together are refused before anything starts,
-with what is allowed. `asyncrl train RECIPE --dry-run` prints the resolved configuration and what follows from it.
+Unknown keys, text where a number should stand, values out of range and pairs that cannot work together are refused before anything
+starts, with what is allowed. `asyncrl train RECIPE --dry-run` prints the resolved configuration and what follows from it.
 
-Functions are `file.py:name`, the file beside the recipe, or `module:name`. Files and model folders are looked for beside the recipe and then
-in the working folder. What the command line names lies in the working folder alone.
+Functions are `file.py:name`, the file beside the recipe, or `module:name`. Files and model folders are looked for beside the recipe and
+then in the working folder. What the command line names lies in the working folder alone.
 """
 
 _NUMBERS = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
-_BOUNDS = ((annotated_types.Ge, "ge", "≥"), (annotated_types.Gt, "gt", ">"), (annotated_types.Le, "le", "≤"), (annotated_types.Lt, "lt", "<"))
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def reference() -> str:
@@ -60,8 +59,9 @@ def _section(path: str, annotation: Any) -> Iterator[str]:
 
 def _table(section: type[BaseModel]) -> Iterator[str]:
     docs = field_docs(section)
-    rows = [f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {_range(field)} | {_cell(docs.get(name, ""))} |"
-            for name, field in section.model_fields.items() if name != "kind"]
+    cells = [(f"`{name}`", _type(field.annotation), _default(field), _range(field), docs.get(name, "").replace("|", "\\|"))
+             for name, field in section.model_fields.items() if name != "kind"]
+    rows = [f"| {' | '.join(row)} |" for row in cells]
     if rows:
         yield "\n".join(["| key | type | default | range | meaning |", "|---|---|---|---|---|", *rows, ""])
 
@@ -89,7 +89,7 @@ def _default(field: FieldInfo) -> str:
         return "**required**"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "none"
+        return "`null`"
     if isinstance(value, BaseModel):
         return f"`{getattr(value, 'kind', '')}`".replace("``", "its defaults")
     return f"`{list(value) if isinstance(value, tuple) else value}`"
@@ -108,13 +108,9 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
     for item in metadata:
         if isinstance(item, FieldInfo):
             yield from _bounds(item.metadata)
-        for kind, name, sign in _BOUNDS:
-            if isinstance(item, kind):
+        for name, sign in _BOUNDS.items():
+            if hasattr(item, name):
                 yield f"{sign} {getattr(item, name):,}".replace(",", " ")
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def _a_step(config: RunConfig) -> list[str]:
     rollouts = groups * size
     return [
         f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * config.sampling.max_new_tokens:,} sampled tokens",
-        f"updates: {_plural(trainer.updates_per_step, 'update')} a step (minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs}), "
-        f"{groups // trainer.minibatches_per_step} groups each",
+        f"updates: {_plural(trainer.updates_per_step, 'update')} a step, {groups // trainer.minibatches_per_step} groups each "
+        f"(minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs})",
         *_staleness(config)]
 
 
@@ -40,7 +40,7 @@ def _staleness(config: RunConfig) -> list[str]:
         promise = f"at most K = {policy.max_staleness} steps; window W = {policy.effective_window}"
     else:
         promise = f"K = {policy.max_staleness} steps in the mean, more for single tokens"
-    moves = f"{depth.least_groups} to {depth.most_groups} groups, {depth.groups} at first" if depth.step_groups else f"{depth.groups} groups"
+    moves = f"{depth.least_groups} to {depth.most_groups}, {depth.groups} at first" if depth.step_groups else f"{depth.groups}"
     return [f"staleness: {promise}", f"capacity: B = {policy.capacity_groups} groups held at once; depth: {moves}"]
 
 

@@ -63,6 +63,7 @@ _NO_SECTION = ("model_type", "model_attributes_type")
 
 def validated(model: type[S], tree: Any, *, name: str = "") -> S:
     """The settings a plain tree describes. Raises ConfigError with the field and, for an unknown one, its nearest neighbour."""
+    _require_64_bits(tree, field=name)
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -142,6 +143,15 @@ def members_of(annotation: Any) -> list[Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [member for argument in get_args(annotation) for member in members_of(argument)]
+
+
+def _require_64_bits(node: Any, *, field: str) -> None:
+    """A larger integer fits neither arrays nor the messages between processes."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            _require_64_bits(value, field=_dotted(field, str(key)))
+    elif isinstance(node, int) and not -2**63 <= node < 2**63:
+        raise ConfigError(field, value=node, allowed="an integer of 64 bits", remedy="Choose a smaller one.")
 
 
 def _dotted(*names: str) -> str:

@@ -39,10 +39,10 @@ PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, TAGGED]
 class BufferConfig(Section):
     """What a batch is, how old it may be, and how long anyone waits for it."""
 
-    groups_per_step: int = Field(ge=1)
+    groups_per_step: int = Field(ge=1, le=65_536)
     """P: groups of one batch."""
-    group_size: int = Field(ge=1)
-    """Rollouts of one prompt."""
+    group_size: int = Field(ge=1, le=4096)
+    """Rollouts of one prompt, all begun at once; at least 2 to learn anything."""
     max_staleness: int = Field(ge=0)
     """K: how many steps behind the trainer the version that wrote a token may be. 0 is synchronous."""
     policy: PolicyConfig = LeaseConfig()

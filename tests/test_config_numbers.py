@@ -1,0 +1,108 @@
+"""A number is checked where it is written: each numeric field of each section gets values that make no sense, and refuses them by name.
+
+What is accepted all the same is listed here, knowingly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, get_args
+
+import pytest
+
+from asyncrl.config import RunConfig, parse_config
+from asyncrl.errors import ConfigError
+from asyncrl.settings import sections_at
+from tests.test_config_effects import FIELDS, FLIPS, HERE, SECTIONS, TREE, put
+
+SENSELESS: dict[str, Any] = {"zero": 0, "minus": -1, "large": 10**12, "huge": 10**30, "nan": math.nan, "infinite": math.inf,
+                             "text": "1", "null": None, "true": True, "list": [1]}
+
+
+def annotation_of(name: str) -> Any:
+    """Of the field itself, in the section of its kind."""
+    place, _ = FIELDS[name]
+    *parents, leaf = place.split(".")
+    kinds = [part for part in name.split(".") if part not in place.split(".")]
+    sections = [section for section in sections_at(RunConfig, parents) if leaf in section.model_fields]
+    chosen = [section for section in sections if not kinds or kinds[-1] in get_args(section.model_fields["kind"].annotation)]
+    return (chosen or sections)[0].model_fields[leaf].annotation
+
+
+def is_number(annotation: Any) -> bool:
+    return annotation in (int, float) or any(is_number(part) for part in get_args(annotation))
+
+
+NUMBERS = sorted(name for name in FIELDS if not name.endswith(".kind") and is_number(annotation_of(name)))
+LISTS = {name for name in NUMBERS if "tuple" in str(annotation_of(name))}
+
+
+def under(section: str, *names: str) -> set[str]:
+    return {f"{section}.{name}" for name in names}
+
+
+KINDS_OF_LOSS, SCHEDULES = ("decoupled_ppo", "ppo"), ("constant", "linear", "cosine")
+ACCEPTED: dict[str, set[str]] = {
+    # switches something off, or is an ordinary value
+    "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"), "run.error_budget", "run.seed",
+             *under("engine", "transformers.seed", "vllm.seed"), *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
+             *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "schedule.linear.final_frac",
+                    "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
+             *(f"loss.{kind}.{name}" for kind in KINDS_OF_LOSS for name in ("clip_low", "clip_high")),
+             *under("sampling", "frequency_penalty", "min_new_tokens", "min_p", "presence_penalty"), "eval.sets.sets.success_reward"},
+    "minus": {"eval.sets.sets.success_reward"},
+    "list": {"eval.sets.sets.pass_at"},
+    # a large job, or a limit that is never reached: the machine and the clock say how much is too much
+    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "zero_variance_tolerance"), "env.memory_bytes", "run.steps",
+              *under("engine.inline", "context_tokens", "max_batch_requests"), "run.rollouts_every_steps", "run.probe.every_steps",
+              *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"), "run.probe.max_mean_gap",
+              *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
+              *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.temperature", "sets.sampling.max_new_tokens",
+                     "sets.limit", "sets.samples_per_prompt"), "run.probe.prompts", "env.workers",
+              *(f"loss.{kind}.{name}" for kind in KINDS_OF_LOSS for name in ("clip_high", "max_tokens")),
+              *under("prompts", "function.epochs", "jsonl.epochs"), "weights.anchor_every_versions",
+              *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
+                     "microbatch_tokens", "schedule.constant.warm_up_steps", "schedule.linear.total_steps", "schedule.cosine.total_steps"),
+              *under("warm_up.cross_entropy", "batch_size", "check_every_steps", "max_steps", "ramp_steps")},
+    # left out, something else decides
+    "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
+             *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
+             *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "max_new_tokens", "temperature"),
+             *under("prompts", "function.epochs", "jsonl.epochs"), "trainer.checkpoint_every_steps", "weights.anchor_every_versions"}}
+
+
+def outcome(name: str, value: Any) -> str:
+    """`accepted`, or the dotted names the refusal gives."""
+    place, kinds = FIELDS[name]
+    tree = copy.deepcopy(TREE)
+    for other, given in FLIPS[name].around:
+        put(tree, other, given)
+    for kind, section in kinds:
+        if section not in dict(FLIPS[name].around):
+            put(tree, section, SECTIONS[kind])
+    put(tree, place, [value, *FLIPS[name].value[1:]] if name in LISTS and value is not None and not isinstance(value, list) else value)
+    try:
+        parse_config(tree, base=HERE)
+    except ConfigError as error:
+        return error.field
+    return "accepted"
+
+
+@pytest.mark.parametrize("label", SENSELESS)
+def test_what_makes_no_sense_is_refused_and_the_rest_is_known(label: str) -> None:
+    accepted = {name for name in NUMBERS if outcome(name, SENSELESS[label]) == "accepted"}
+    assert accepted == ACCEPTED.get(label, set())
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_refusal_names_the_field(name: str) -> None:
+    place = FIELDS[name][0]
+    for value in SENSELESS.values():
+        refused = outcome(name, value)
+        assert refused == "accepted" or any(field == place or field.startswith(f"{place}.") for field in refused.split(", ")), value
+
+
+def test_there_are_numbers_to_try() -> None:
+    assert len(NUMBERS) > 60
+    assert {"trainer.betas", "warm_up.cross_entropy.betas"} <= LISTS
