@@ -37,7 +37,7 @@ def build_prompts(config: RunConfig) -> PromptSource:
 
 def build_env(config: RunConfig, *, others: Iterable[str]) -> Env | dict[str, Env]:
     """The environment, or one by source when a source of the mixture has its own. `others`: sources of prompts beside the mixture."""
-    envs = {field: _single_turn(section, field=field) for field, section in env_sections(config).items()}
+    envs = {field: _single_turn(section, field=field) for field, section in _training_envs(config).items()}
     if len(envs) == 1:
         return envs["env"]
     return {source: envs.get(_env_field(source), envs["env"]) for source in (*others, *_sources(config))}
@@ -51,11 +51,9 @@ def build_sampling(config: RunConfig, *, others: Iterable[str]) -> Samplings:
 
 
 def build_eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
-    """The held-out sets with their prompts, up to the limit of each. A set that says nothing of sampling is sampled as training is."""
-    return tuple(EvalSet(name, tuple(itertools.islice(_made(asked.prompts, field=f"eval.sets.{name}.prompts", source=name), asked.limit)),
-                         samples_per_prompt=asked.samples_per_prompt,
-                         sampling=asked.sampling.over(config.sampling.build()) if asked.sampling.is_set else None,
-                         pass_at=asked.pass_at, success_reward=asked.success_reward) for name, asked in _eval_sections(config).items())
+    """The held-out sets with their prompts, up to the limit of each. A set that says nothing of sampling, or of its environment, is
+    sampled, or judged, as training is."""
+    return tuple(_eval_set(config, name, asked) for name, asked in _eval_sections(config).items())
 
 
 def prompt_sections(config: RunConfig) -> dict[str, FunctionData | JsonlData]:
@@ -65,9 +63,9 @@ def prompt_sections(config: RunConfig) -> dict[str, FunctionData | JsonlData]:
 
 
 def env_sections(config: RunConfig) -> dict[str, SingleTurnConfig]:
-    """The environments by field: the run's, and those of sources that have one of their own."""
-    return {"env": config.env} | {_env_field(name): source.env.over(config.env)
-                                  for name, source in _sources(config).items() if source.env.is_set}
+    """The environments by field: the run's, and those of sources and held-out sets that have one of their own."""
+    return _training_envs(config) | {_eval_env_field(name): asked.env.over(config.env)
+                                     for name, asked in _eval_sections(config).items() if asked.env.is_set}
 
 
 def reward_workers(config: RunConfig) -> int:
@@ -103,6 +101,19 @@ def _made(config: FunctionData | JsonlData, *, field: str, source: str) -> Itera
     return data() if callable(data) else data
 
 
+def _training_envs(config: RunConfig) -> dict[str, SingleTurnConfig]:
+    return {"env": config.env} | {_env_field(name): source.env.over(config.env)
+                                  for name, source in _sources(config).items() if source.env.is_set}
+
+
+def _eval_set(config: RunConfig, name: str, asked: EvalSetConfig) -> EvalSet:
+    prompts = itertools.islice(_made(asked.prompts, field=f"eval.sets.{name}.prompts", source=name), asked.limit)
+    return EvalSet(name, tuple(prompts), samples_per_prompt=asked.samples_per_prompt, pass_at=asked.pass_at,
+                   success_reward=asked.success_reward,
+                   sampling=asked.sampling.over(config.sampling.build()) if asked.sampling.is_set else None,
+                   env=_single_turn(asked.env.over(config.env), field=_eval_env_field(name)) if asked.env.is_set else None)
+
+
 def _eval_sections(config: RunConfig) -> Mapping[str, EvalSetConfig]:
     return config.eval.sets if isinstance(config.eval, SetsEval) else {}
 
@@ -113,6 +124,10 @@ def _sources(config: RunConfig) -> Mapping[str, Any]:
 
 def _env_field(source: str) -> str:
     return f"prompts.sources.{source}.env"
+
+
+def _eval_env_field(name: str) -> str:
+    return f"eval.sets.{name}.env"
 
 
 def _order(config: DataSettings) -> dict[str, Any]:

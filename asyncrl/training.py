@@ -149,7 +149,7 @@ def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) ->
                          resume="newest" if resumed else None)
     sampling = build_sampling(config, others=sources_of(asked for asked in options.eval_sets if asked.sampling is None))
     return Run(prompts=build_prompts(config), engine=build_engine(config, model=model, version=resumed.version if resumed else 0),
-               env=build_env(config, others=sources_of(options.eval_sets)), sampling=sampling,
+               env=build_env(config, others=sources_of(asked for asked in options.eval_sets if asked.env is None)), sampling=sampling,
                buffer=ReplayBuffer(config.buffer, publish_every_steps=config.weights.publish_every_steps), trainer=trainer, options=options)
 
 

@@ -78,9 +78,9 @@ class SourceEnv(Section):
     """What is judged otherwise than `env` says; left out, as it says."""
 
     reward: str | dict[str, str] | None = None
-    """Of this source alone."""
+    """Of this source, or held-out set, alone."""
     workers: int | None = Field(default=None, ge=1)
-    """Reward workers of this source."""
+    """Reward workers of its own."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Deadline of a judgement."""
     memory_bytes: int | None = Field(default=None, ge=1)
@@ -147,6 +147,9 @@ class EvalSetConfig(Section):
     success_reward: float = 1.0
     """A rollout with at least this reward has solved its prompt."""
     sampling: SamplingOverrides = SamplingOverrides()
+    """Temperature, budget and stop strings of its own."""
+    env: SourceEnv = SourceEnv()
+    """Rewards, workers and deadline of its own."""
 
 
 class NoBest(Section):

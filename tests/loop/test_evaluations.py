@@ -141,6 +141,16 @@ def test_the_weights_of_the_best_evaluation_are_kept_and_the_summary_says_which(
                                                                                default=-1.0) for step in rewards)
 
 
+def test_a_recipe_may_give_a_set_a_reward_of_its_own(tmp_path: Path) -> None:
+    data = {"kind": "function", "function": f"{TASK}:questions"}
+    sets = {"plain": {"prompts": data}, "two": {"prompts": data, "env": {"reward": f"{TASK}:always_two"}}}
+    folder = trained(tmp_path, [], steps=1, sets=sets)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["eval/two/reward/mean"] for row in rows if "eval_version" in row] == [2.0, 2.0]
+    assert all(row["eval/plain/reward/mean"] < 1.0 for row in rows if "eval_version" in row)
+    assert all(row["reward/total/mean"] < 1.0 for row in rows if "step" in row)
+
+
 def test_a_resumed_run_goes_on_from_its_best_and_evaluates_no_step_twice(tmp_path: Path) -> None:
     folder = trained(tmp_path, [], steps=2)
     record = folder / "best" / "evaluation.json"
