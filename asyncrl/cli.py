@@ -6,6 +6,7 @@ A command takes its parsed options and gives an exit code. What it raises become
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import sys
@@ -194,7 +195,8 @@ def _told(line: str, code: int) -> int:
 
 
 def _note(line: str) -> None:
-    print(f"asyncrl: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the exit code still speaks
+        print(f"asyncrl: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

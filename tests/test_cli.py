@@ -9,6 +9,8 @@ import pytest
 
 from asyncrl.cli import EXIT_FAILED, EXIT_USAGE, main
 from asyncrl.errors import RunAborted
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
 
@@ -61,3 +63,27 @@ def test_a_full_disk_is_one_line_and_exits_1(monkeypatch: pytest.MonkeyPatch, ca
     assert main(["train", str(QUICKSTART)]) == EXIT_FAILED
     assert capsys.readouterr().err.splitlines() == [
         "asyncrl: what the run writes has no place: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"]
+
+
+@pytest.mark.parametrize("options", [[], ["--quiet"]])
+def test_the_run_gets_the_console_that_was_asked_for_and_a_lost_line_is_told_of(options, monkeypatch, capsys):
+    opened: list[bool] = []
+
+    def open_console(*, quiet: bool) -> Console:
+        opened.append(quiet)
+        return Console(PlainFace(lambda line: 1 / 0))
+
+    async def trained(config: object, *, console: Console, resume: object) -> None:
+        console.note("a line")
+
+    monkeypatch.setattr("asyncrl.cli.open_console", open_console)
+    monkeypatch.setattr("asyncrl.cli.train", trained)
+    assert main(["train", str(QUICKSTART), *options]) == 0
+    assert opened == [bool(options)]
+    assert "did not show everything, 1 times: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_reads_still_has_its_exit_code(monkeypatch, tmp_path):
+    with (tmp_path / "closed").open("w") as closed:
+        monkeypatch.setattr("sys.stderr", closed)
+    assert main(["train", "no-such.yaml"]) == EXIT_USAGE

@@ -81,9 +81,7 @@ class Console:
 
     def tick(self) -> None:
         """Show that time passes; a detached console does so itself."""
-        if self._board is not None:
-            board = self._board
-            self._guarded(lambda: self._faces[0].tick(board))
+        self._do(self._tick)
 
     def end(self, text: str) -> None:
         """The last line."""
@@ -129,6 +127,10 @@ class Console:
             self._board.add(row)
         self._faces[0].caught_up(self._board)
 
+    def _tick(self) -> None:
+        if self._board is not None:
+            self._faces[0].tick(self._board)
+
     def _do(self, act: Callable[[], None] | None, *, timeout_s: float = 0.0) -> None:
         if self._thread is None:
             if act is not None:
@@ -155,8 +157,7 @@ class Console:
             try:
                 act = self._acts.get(timeout=_TICK_S)
             except queue.Empty:
-                self.tick()
-                continue
+                act = self._tick
             if act is None:
                 return
             self._guarded(act)

@@ -30,7 +30,9 @@ class LiveFace:
         self._console = Console(file=output, force_terminal=True, highlight=False)  # type: ignore[arg-type]
         self._live: Live | None = None
         self._is_over = False
-        self._drawn_s = self._stepped_s = time.monotonic()
+        self._drawn_s = 0.0
+        self._stepped_s: float | None = None
+        """When the newest step was seen to be made; None for one that was made before."""
 
     def start(self, board: Board, *, where: str, with_table: bool) -> None:
         """The run has a folder and its settings."""
@@ -45,7 +47,7 @@ class LiveFace:
     def stepped(self, board: Board) -> None:
         """The board has a new step."""
         self._stepped_s = time.monotonic()
-        if self._stepped_s - self._drawn_s >= _LEAST_INTERVAL_S or self._live is None:
+        if self._stepped_s - self._drawn_s >= _LEAST_INTERVAL_S:
             self.tick(board)
 
     def evaluated(self, board: Board) -> None:
@@ -54,7 +56,8 @@ class LiveFace:
 
     def caught_up(self, board: Board) -> None:
         """The board has taken in rows that are not new."""
-        self.stepped(board)
+        self._stepped_s = None
+        self.tick(board)
 
     def tick(self, board: Board) -> None:
         """Draw the panel as things stand."""
@@ -69,6 +72,7 @@ class LiveFace:
 
     def end(self, board: Board | None, text: str) -> None:
         """The panel as it stays, and the last line under it."""
+        self._stepped_s = None
         if board is not None:
             self.tick(board)
         self._is_over = True
@@ -89,9 +93,9 @@ class LiveFace:
         rows.add_row("step", ProgressBar(total=max(1, settings.steps), completed=min(board.step, settings.steps)))
         for section in board.sections(board.latest):
             rows.add_row(section.title, _words(section))
-        idle = f"last step {duration(time.monotonic() - self._stepped_s)} ago"
+        idle = "" if self._stepped_s is None else f", last step {duration(time.monotonic() - self._stepped_s)} ago"
         return Panel(rows, width=min(_WIDEST, self._console.width), title=Text(shorten(settings.name, 30), style="bold"),
-                     subtitle=Text(f"{title(board)}, {idle}"))
+                     subtitle=Text(f"{title(board)}{idle}"))
 
 
 def _words(section: Section) -> Text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,10 @@ class Watch:
         is_alive = is_claimed(self._folder)
         news = self._metrics.look()
         if self._settings is None or news.was_rewritten:
-            self._begin(resumed=news.was_rewritten)
+            self._begin(resumed=news.was_rewritten, may_be_half_written=is_alive and not news.rows)
             if news.rows and self._settings is not None:
                 self._console.catch_up(news.rows)
-        elif self._settings is not None:
+        else:
             for row in news.rows:
                 self._console.row(row)
         if news.unreadable:
@@ -74,13 +75,15 @@ class Watch:
             self._say(f"no step yet; {_last_log_line(self._folder) or 'the processes start'}")
         return is_alive
 
-    def _begin(self, *, resumed: bool) -> None:
+    def _begin(self, *, resumed: bool, may_be_half_written: bool) -> None:
         try:
             tree = yaml.safe_load((self._folder / "config.yaml").read_text(encoding="utf-8"))
             self._settings = RunSettings.of(tree)
         except FileNotFoundError:
             return
         except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+            if may_be_half_written:
+                return
             raise ConfigError("config.yaml", value=str(self._folder), allowed="the settings of a run of this version",
                               remedy=f"{type(error).__name__}: {error}.") from error
         if resumed:
@@ -120,5 +123,7 @@ def _last_log_line(folder: Path) -> str:
     if not logs:
         return ""
     log = max(logs, key=lambda path: path.stat().st_mtime_ns)
-    lines = log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").strip().splitlines()
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+        lines = file.read().decode("utf-8", "replace").strip().splitlines()
     return f"{log.name}: {lines[-1].strip()}" if lines else ""

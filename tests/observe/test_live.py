@@ -59,8 +59,14 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns(terminal):
 
 def test_the_panel_has_every_quantity(terminal):
     held_out = {"eval_version": 0, "eval/sums/reward/mean": 0.25, "eval/sums/errors/sum": 0}
-    panel = "\n".join(lines_of(told(terminal, held_out, step_row(7))))
+    console = Console(LiveFace(Output(terminal)))
+    console.start(SETTINGS, where="in runs/sums")
+    console.row(held_out)
+    console.row(step_row(7))
+    console.tick()
+    panel = "\n".join(lines_of(terminal.getvalue()))
     panel = panel[panel.rindex("╭"):]
+    console.close()
     for wanted in ("sums", "0.438", "words 0.250", "version 0, sums 0.250", "mean 1.250 steps", "max 2 of 2", "depth 72", "70 held",
                    "1.2e-06 at equal weights",
                    "0.0123 with staleness", "ess 0.987", "clip 3.1%", "kept 100%", "truncated 0.4%", "cut 2.0%", "errors 0",

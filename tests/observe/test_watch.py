@@ -176,6 +176,14 @@ def test_the_command_gives_exit_codes(run, monkeypatch, capsys):
     assert main(["watch", str(run.folder / "logs")]) == EXIT_USAGE
 
 
+def test_a_configuration_that_is_half_written_is_waited_for(run):
+    path = run.folder / "config.yaml"
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[:40], encoding="utf-8")
+    ended_well, lines = watched(run, lambda: None, lambda: path.write_text(whole), lambda: run.row(step_row(1)), run.ends)
+    assert (ended_well, steps_of(lines)) == (True, [1])
+
+
 def test_a_configuration_that_is_none_is_refused(run):
     run.claim.close()
     (run.folder / "config.yaml").write_text("run: {name: x}\n")
