@@ -74,13 +74,14 @@ def test_the_page_shows_every_contract_between_the_parts():
         "Slot", "BufferView", "Missing", "Policy", "ReplayBuffer", "BatchRecord", "Recorder",
         "CorrectionBatch", "Corrected", "correct", "StepResult", "Trainer",
         "Piece", "Part", "TensorEntry", "Manifest", "RankPublication", "merge", "Publisher", "StoreTransport", "Receiver",
-        "Reply", "Child", "Channel", "serve_calls"}
+        "Reply", "Child", "Channel", "serve_calls", "Console", "Face"}
 
 
 @pytest.mark.parametrize(("protocol", "implementation"), [
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.fake_engine:FakeEngine"),
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.inline_engine:InlineEngine"),
     ("asyncrl.rollout.engine:Engine", "asyncrl.rollout.child_engine:ChildEngine"),
+    ("asyncrl.observe.console:Face", "asyncrl.observe.plain:PlainFace"), ("asyncrl.observe.console:Face", "asyncrl.observe.live:LiveFace"),
     ("asyncrl.rollout.env:Env", "asyncrl.rollout.env:SingleTurn"),
     ("asyncrl.rollout.env:Env", "asyncrl.rollout.by_source:BySource"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Lease"),
