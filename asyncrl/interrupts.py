@@ -41,7 +41,7 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
                 os._exit(128 + signum)
             received.append(signum)
             # Written past Python's buffers: the signal may have interrupted a print.
-            os.write(sys.__stderr__.fileno(), b"asyncrl: finishing the step and saving; once more ends it at once\n")
+            os.write(sys.__stderr__.fileno(), b"asyncrl: ending; a step under way is finished and saved. Once more ends it at once\n")
             loop.call_soon_threadsafe(task.cancel)
 
         before = {signum: signal.signal(signum, on_signal) for signum in _SIGNALS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import netrc
 import os
 import queue
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from asyncrl.errors import ConfigError
 
@@ -27,7 +29,7 @@ def require_wandb() -> None:
 class WandbWriter:
     """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`. The run of a known id goes on.
 
-    Everything but the import happens in the thread, the start of the run included. Offline when no key is set. `dropped` counts the
+    Everything but the import happens in the thread, the start of the run included. Offline when no key is set or stored. `dropped` counts the
     rows that were not written, `error` is the newest reason. Raises ConfigError when wandb is not installed.
     """
 
@@ -96,5 +98,14 @@ class WandbWriter:
 
 
 def _mode() -> str:
-    """What WANDB_MODE says; else online when a key is set."""
-    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    """What WANDB_MODE says; else online when a key is set or stored."""
+    return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") or _has_login() else "offline")
+
+
+def _has_login() -> bool:
+    """Whether `wandb login` has left a key for the host in use."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -86,7 +86,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_where_it_was(signum: signal
         process.send_signal(signum)
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode == code
-        assert "finishing the step" in said
+        assert "a step under way is finished and saved" in said
         assert f"ended by {signum.name}" in said
         assert gone_within(family, 5.0)
         assert not shared_folders(process.pid)
@@ -138,10 +138,10 @@ def test_kills_at_any_moment_leave_a_run_that_goes_on(model: Path, tmp_path: Pat
             process.wait(timeout=LIMIT_S)
     last = max(rows(tmp_path))
     assert last >= 6, "each attempt went further than the one before"
-    with training(recipe, "--resume", f"run.steps={last + 1}") as process:
+    with training(recipe, "--resume", f"run.steps={last + 1}", "trainer.processes=2") as process:
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode == EXIT_OK, said
-    assert rows(tmp_path) == list(range(1, last + 2))
+    assert rows(tmp_path) == list(range(1, last + 2)), "two ranks go on where one was killed"
     assert json.loads((tmp_path / "told" / "summary.json").read_text())["ledger_closed"] is True
 
 

@@ -37,7 +37,7 @@ class StrictRun:
 
 
 @pytest.fixture
-def wandb(monkeypatch):
+def wandb(monkeypatch, tmp_path):
     """A wandb module; set `wandb.run` or replace `wandb.init`."""
     module = ModuleType("wandb")
     module.run, module.settings = StrictRun(), {}
@@ -47,8 +47,9 @@ def wandb(monkeypatch):
         return module.run
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
     return module
 
 
@@ -142,3 +143,10 @@ def test_wandb_that_is_not_installed_is_a_config_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         writer(tmp_path)
+
+
+def test_a_stored_login_is_as_good_as_a_key(wandb, tmp_path):
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n", encoding="utf-8")
+    (tmp_path / ".netrc").chmod(0o600)
+    writer(tmp_path).close()
+    assert wandb.settings["mode"] == "online"
