@@ -211,9 +211,9 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
             if behaviour == "dies" and op == "step":
                 raise ChildDied("killed")
             if op == "save":
-                (Path(body["folder"]) / "rank-00000.safetensors").write_bytes(b"weights")
+                (Path(body["folder"]) / "rank-00000-000.safetensors").write_bytes(b"weights")
             return [Reply({"metrics": {}, "skipped": False, "nonfinite": behaviour == "nan", "trained_tokens": 0, "updates": 1,
-                           "done": True, "file": {"name": "rank-00000.safetensors", "bytes": 7, "xxh3": ""}})] * self.count
+                           "done": True, "files": [{"name": "rank-00000-000.safetensors", "bytes": 7, "xxh3": ""}]})] * self.count
 
         async def kill(self) -> None:
             pass

@@ -29,8 +29,8 @@ def require_wandb() -> None:
 class WandbWriter:
     """One writer with axes of its own: trainer metrics over `trainer_step`, evaluations over `eval_version`. The run of a known id goes on.
 
-    Everything but the import happens in the thread, the start of the run included. Offline when no key is set or stored. `dropped` counts the
-    rows that were not written, `error` is the newest reason. Raises ConfigError when wandb is not installed.
+    Everything but the import happens in the thread, the start of the run included. Offline when no key is set or stored. `dropped` counts
+    the rows that were not written, `error` is the newest reason. Raises ConfigError when wandb is not installed.
     """
 
     def __init__(self, *, project: str, name: str, run_id: str, config: Mapping[str, Any], folder: Path, capacity_rows: int = 1000) -> None:

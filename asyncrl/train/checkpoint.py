@@ -23,6 +23,9 @@ from asyncrl.errors import CheckpointError, NonFiniteError
 from asyncrl.train.checkpoint_store import SavedFile, rank_file
 from asyncrl.train.parallel import local
 
+FILE_BYTES = 256 << 20
+"""A file is put together in memory before it is written: this bounds the copy, and the time a step beside it may be held up."""
+
 
 @torch.no_grad()
 def stage(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
@@ -40,20 +43,20 @@ def stage(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
     return copies
 
 
-def write(staged: Mapping[str, Tensor], folder: Path, *, rank: int) -> SavedFile | None:
-    """Write and sync this rank's file of a checkpoint. None when the rank holds nothing.
+def write(staged: Mapping[str, Tensor], folder: Path, *, rank: int) -> list[SavedFile]:
+    """Write and sync this rank's files of a checkpoint; none when the rank holds nothing.
 
     Plans alone, without collectives: it may run in a thread beside the next step. Raises CheckpointError, leaving no file.
     """
     if not staged:
-        return None
+        return []
     apart = folder / f".rank-{rank}"
     try:
         _save_alone(dict(staged), apart)
-        (written,) = apart.glob("*.safetensors")
-        return SavedFile.of(written.rename(folder / rank_file(rank)))
+        written = sorted(apart.glob("*.safetensors"))
+        return [SavedFile.of(file.rename(folder / rank_file(rank, number))) for number, file in enumerate(written)]
     except (OSError, SafetensorError, CheckpointException) as error:
-        raise CheckpointError(f"{folder / rank_file(rank)} cannot be written: {error}") from error
+        raise CheckpointError(f"rank {rank}'s files in {folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(apart, ignore_errors=True)
 
@@ -72,7 +75,19 @@ def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 def _save_alone(staged: dict[str, Tensor], folder: Path) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    dcp.save(staged, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), use_collectives=False)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_numbers(staged), save_distributed=True)
+    dcp.save(staged, storage_writer=writer, use_collectives=False)
+
+
+def _file_numbers(staged: Mapping[str, Tensor]) -> dict[str, int]:
+    """Which file, from 1, each tensor goes to: a new one begins where the last would grow over FILE_BYTES."""
+    numbers: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in staged.items():
+        if size and size + local(tensor).nbytes > FILE_BYTES:
+            number, size = number + 1, 0
+        numbers[name], size = number, size + local(tensor).nbytes
+    return numbers
 
 
 def _require_whole(tensors: Mapping[str, Tensor], reader: HuggingFaceStorageReader, folder: Path) -> None:

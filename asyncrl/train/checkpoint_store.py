@@ -1,6 +1,6 @@
 """Which checkpoints are whole: they get their name when they are, and are verified before use. Needs no torch.
 
-    ROOT/step-00000020/rank-00000.safetensors …      what each rank holds
+    ROOT/step-00000020/rank-00000-000.safetensors …  what each rank holds
     ROOT/step-00000020/state.msgpack                 what the run around the trainer needs to go on
     ROOT/step-00000020/manifest.json                 sizes, checksums, counters
     ROOT/.step-00000040.unfinished/…                 being written
@@ -27,12 +27,12 @@ from asyncrl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 STATE = "state.msgpack"
-_RANK_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_RANK_FILE = re.compile(r"rank-\d{5}-\d{3,}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """One rank's file."""
+    """A file of a checkpoint."""
 
     name: str
     bytes: int
@@ -147,9 +147,9 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def rank_file(rank: int) -> str:
-    """Name of the file a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
+def rank_file(rank: int, number: int) -> str:
+    """Name of a file that a rank writes, its first having the number 0."""
+    return f"rank-{rank:05d}-{number:03d}.safetensors"
 
 
 def _beside(folder: Path, state: str) -> Path:

@@ -25,8 +25,8 @@ class Saving:
     state: bytes
 
     def commit(self, replies: Sequence[Mapping[str, Any]]) -> None:
-        """Every rank has written its file: the checkpoint is whole."""
-        files = [SavedFile(**reply["file"]) for reply in replies if reply["file"] is not None]
+        """Every rank has written its files: the checkpoint is whole."""
+        files = [SavedFile(**file) for reply in replies for file in reply["files"]]
         checkpoint_store.commit(self.folder, files=files, version=self.version, updates=self.updates, run_epoch=self.run_epoch,
                                 state=self.state)
 

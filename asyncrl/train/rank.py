@@ -44,7 +44,7 @@ class RankTrainer:
         self._trainee = Trainee(policy=policy, optimizer=optimizer, ranks=self._ranks, config=spec.config)
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Future[SavedFile | None] | None = None
+        self._saving: Future[list[SavedFile]] | None = None
 
     def handlers(self) -> dict[str, Any]:
         """Operation by name, as `serve_calls` takes them."""
@@ -90,18 +90,17 @@ class RankTrainer:
         return {"hash_share": self._publisher.adopt(self._bits(), version=request.body["version"])}
 
     def save(self, request: Request) -> Mapping[str, Any]:
-        """Copy this rank's state and begin to write it into `folder`, in a thread; `saved` gives the file. An older write is forgotten."""
+        """Copy this rank's state and begin to write it into `folder`, in a thread; `saved` gives the files. An older write is forgotten."""
         staged = checkpoint.stage(self._tensors(), rank=self._spec.rank)
         self._saving = self._writer.submit(checkpoint.write, staged, Path(request.body["folder"]), rank=self._spec.rank)
         return {"updates": self._trainee.optimizer.updates}
 
     def saved(self, request: Request) -> Mapping[str, Any]:
-        """Whether the write is done, and its file, None for a rank that holds nothing; `wait` waits for it. Raises CheckpointError."""
+        """Whether the write is done, and its files; `wait` waits for it. Raises CheckpointError."""
         assert self._saving is not None, "save() comes first"
         if not request.body["wait"] and not self._saving.done():
             return {"done": False}
-        file = self._saving.result()
-        return {"done": True, "file": None if file is None else dataclasses.asdict(file)}
+        return {"done": True, "files": [dataclasses.asdict(file) for file in self._saving.result()]}
 
     def restore(self, request: Request) -> None:
         """Load weights and optimizer from the checkpoint in `folder`, whatever number of ranks wrote it."""

@@ -1,12 +1,16 @@
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from asyncrl.channel import Request
 from asyncrl.errors import CheckpointError, NonFiniteError
-from asyncrl.train import checkpoint_store
+from asyncrl.train import checkpoint, checkpoint_store
 from asyncrl.train.checkpoint_store import CheckpointManifest, SavedFile, checkpoint_folder
 from asyncrl.train.rank import RankTrainer
 from tests.tiny_model import make_tiny_model
@@ -16,7 +20,8 @@ from tests.train.train_data import inline_rank, random_batch, step_on
 def save(rank: RankTrainer, folder: Path, *, version: int) -> None:
     reply = rank.save(Request("save", body={"folder": str(checkpoint_store.begin(folder))}))
     saved = rank.saved(Request("saved", body={"wait": True}))
-    checkpoint_store.commit(folder, files=[SavedFile(**saved["file"])], version=version, updates=reply["updates"], run_epoch=0)
+    files = [SavedFile(**file) for file in saved["files"]]
+    checkpoint_store.commit(folder, files=files, version=version, updates=reply["updates"], run_epoch=0)
 
 
 def restore(rank: RankTrainer, folder: Path) -> CheckpointManifest:
@@ -41,6 +46,31 @@ def test_a_restored_rank_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path
     assert rank._trainee.optimizer.updates == resumed._trainee.optimizer.updates == 6
 
 
+def test_a_rank_writes_several_files_when_one_would_grow_too_large(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = inline_rank(tiny, tmp_path / "store")
+    step_on(rank, random_batch(0))
+    largest = max(tensor.nbytes for tensor in rank._tensors().values())
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", largest)
+    save(rank, tmp_path / "checkpoint", version=1)
+    files = [file for file in (tmp_path / "checkpoint").glob("*.safetensors")]
+    assert len(files) > 3
+    assert max(sum(tensor.nbytes for tensor in load_file(file).values()) for file in files) <= largest
+    resumed = inline_rank(tiny, tmp_path / "store")
+    restore(resumed, tmp_path / "checkpoint")
+    assert all(torch.equal(tensor, resumed._tensors()[name]) for name, tensor in rank._tensors().items())
+
+
+def test_pytorch_reads_what_was_written(tiny: Path, tmp_path: Path) -> None:
+    rank = inline_rank(tiny, tmp_path / "store")
+    step_on(rank, random_batch(0))
+    save(rank, tmp_path / "checkpoint", version=1)
+    read = {name: torch.zeros_like(tensor) for name, tensor in rank._tensors().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(read, storage_reader=HuggingFaceStorageReader(str(tmp_path / "checkpoint")), no_dist=True)
+    assert all(torch.equal(tensor, read[name]) for name, tensor in rank._tensors().items())
+
+
 @pytest.mark.parametrize("damage", ["truncate", "delete", "flip", "no manifest", "torn manifest"])
 def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_warning(damage: str, tiny: Path, tmp_path: Path) -> None:
     rank = inline_rank(tiny, tmp_path / "store")
@@ -48,7 +78,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_warning(damage: st
     save(rank, older, version=20)
     save(rank, newer, version=100)
     assert checkpoint_store.newest(tmp_path) == newer
-    file, manifest = newer / "rank-00000.safetensors", newer / checkpoint_store.MANIFEST
+    file, manifest = newer / "rank-00000-000.safetensors", newer / checkpoint_store.MANIFEST
     content = file.read_bytes()
     {"truncate": lambda: file.write_bytes(content[:-1]), "delete": file.unlink,
      "flip": lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])), "no manifest": manifest.unlink,

@@ -129,7 +129,8 @@ def check_one_rank_loads_what_two_saved(model: Path, folder: Path) -> None:
     assert all(torch.equal(two[name], tensor.detach().view(-1)) for name, tensor in alone._tensors().items())
     reply = alone.save(Request("save", body={"folder": str(checkpoint_store.begin(folder / "alone"))}))
     saved = alone.saved(Request("saved", body={"wait": True}))
-    checkpoint_store.commit(folder / "alone", files=[SavedFile(**saved["file"])], version=3, updates=reply["updates"], run_epoch=0)
+    files = [SavedFile(**file) for file in saved["files"]]
+    checkpoint_store.commit(folder / "alone", files=files, version=3, updates=reply["updates"], run_epoch=0)
     one = whole_tensors(folder / "alone")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

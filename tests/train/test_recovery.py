@@ -174,7 +174,7 @@ def test_ranks_that_cannot_be_brought_to_their_version_do_nothing_else(tiny: Pat
         await trainer.step(random_batch(0))
         await trainer.checkpoint()
         await trainer.settle()
-        (tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000.safetensors").write_bytes(b"")
+        (tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00000-000.safetensors").write_bytes(b"")
         for _ in range(2):
             with pytest.raises(CheckpointError, match="is not what was written"):
                 await trainer.export(tmp_path / "export")
