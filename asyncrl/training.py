@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Coroutine
@@ -53,11 +52,9 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
             run.notes |= folder.notes
             folder.track()
             try:
-                await _finishing_the_step(run, _train_steps(run, config, folder))
+                await _finishing_the_step(run, _train_to_the_end(run, config, folder))
                 for line in run.prompts.passed_over():
                     console.note(line)
-                await run.save()
-                await run.trainer.export(folder.path / "model")
                 await run.finish()
                 run.account()
             except BaseException as failure:
@@ -83,10 +80,17 @@ async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> 
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             raise
-        with contextlib.suppress(RunStopped):
+        try:
             task.result()
-        await run.save()
+        except RunStopped:
+            await run.save()
         raise
+
+
+async def _train_to_the_end(run: Run, config: RunConfig, folder: RunFolder) -> None:
+    await _train_steps(run, config, folder)
+    await run.save()
+    await run.trainer.export(folder.path / "model")
 
 
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
