@@ -15,6 +15,7 @@ from typing import Any, Literal
 from asyncrl.accounting import Account
 from asyncrl.channel import pack, unpack
 from asyncrl.errors import CheckpointError, ConfigError, ProtocolError
+from asyncrl.rollout.prompt_rows import pack_prompts, unpack_prompts
 from asyncrl.train.checkpoint_store import newest, read_state
 from asyncrl.types import Prompt
 
@@ -42,18 +43,16 @@ class RunState:
     """The caller's own."""
 
     def to_bytes(self) -> bytes:
-        """As it lies in a checkpoint. Raises TypeError or OverflowError for a column or note that msgpack cannot hold."""
+        """As it lies in a checkpoint. Raises ConfigError for a column that msgpack cannot hold, TypeError or OverflowError for a note."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return pack(fields | {"unfinished": [dataclasses.asdict(prompt) for prompt in self.unfinished], "account": self.account.to_wire()})
+        return pack(fields | {"unfinished": pack_prompts(self.unfinished), "account": self.account.to_wire()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RunState:
         """The state that `to_bytes` wrote. Raises CheckpointError for anything else."""
         try:
             fields = unpack(data)
-            prompts = tuple(Prompt(**prompt | {"tokens": tuple(prompt["tokens"]), "messages": tuple(prompt["messages"])})
-                            for prompt in fields["unfinished"])
-            return cls(**fields | {"unfinished": prompts, "account": Account.from_wire(fields["account"])})
+            return cls(**fields | {"unfinished": unpack_prompts(fields["unfinished"]), "account": Account.from_wire(fields["account"])})
         except (ProtocolError, TypeError, KeyError) as error:
             raise CheckpointError(f"this checkpoint was not saved by a run, one does not resume from it: {error}") from error
 

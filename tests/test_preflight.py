@@ -32,6 +32,11 @@ def nothing():
     return iter(())
 
 
+def endless():
+    while True:
+        yield Prompt(text="1+1=")
+
+
 def numbers():
     return [1, 2]
 
@@ -145,7 +150,21 @@ def long_socket_folder(scene: Scene) -> None:
     scene.set("engine", {"kind": "vllm"})
 
 
+def mixed(scene: Scene, **second: object) -> None:
+    """Two sources, the second with something of its own."""
+    source = {"kind": "function", "function": "task.py:questions"}
+    scene.tree["prompts"] = {"kind": "mixture", "sources": {"one": source, "two": source | second}}
+
+
 CASES: dict[str, Spoil] = {
+    "a shuffle of what is no list": lambda s: s.tree["prompts"].update(function="task.py:endless", shuffle="full"),
+    "pass rates of what never comes again": lambda s: s.tree["prompts"].update(function="task.py:endless", curriculum="pass_rate"),
+    "a source whose reward is not there": lambda s: mixed(s, env={"reward": "task.py:away"}),
+    "a source without a prompt": lambda s: mixed(s, function="task.py:nothing"),
+    "a source that cannot be shuffled": lambda s: mixed(s, function="task.py:endless", shuffle="full"),
+    "a source that writes more than the context holds": lambda s: (s.set("engine.context_tokens", 32),
+                                                                   mixed(s, sampling={"max_new_tokens": 32})),
+    "a source whose reward may take too long": lambda s: mixed(s, env={"timeout_s": 1e5}),
     "a recipe that is not there": lambda s: setattr(s, "path", s.folder / "away.yaml"),
     "a recipe that is a folder": lambda s: setattr(s, "path", s.folder),
     "a recipe that is no YAML": lambda s: setattr(s, "path", s.task),

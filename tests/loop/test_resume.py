@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, RunStopped
 from asyncrl.loop import Run
 from asyncrl.rollout.env import SingleTurn
 from asyncrl.rollout.inline_engine import InlineEngine
-from asyncrl.rollout.prompts import PromptSource
+from asyncrl.rollout.prompts import Mixture, PromptSource
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import RunState, load_state
 from asyncrl.step_report import StepReport
@@ -214,3 +214,22 @@ def test_a_run_that_is_told_to_stop_finishes_its_step_and_saves_the_rest(model: 
     index = use(stopped())
     assert index >= 3
     assert use(resumed()) == [index + 1]
+
+
+def test_a_mixture_goes_on_with_its_shares_shuffles_and_sources(model: Path, tmp_path: Path) -> None:
+    def mixture() -> Mixture:
+        return Mixture({name: PromptSource([Prompt(text=f"{a}{sign}{b}=", columns={"key": (a, b)}) for a in range(4) for b in range(6)],
+                                           epochs=epochs, shuffle="full")
+                        for name, sign, epochs in (("sums", "+", 2), ("differences", "-", 1))}, weights={"sums": 2.0})
+
+    async def half(steps: int, resume: str | None) -> list[Prompt]:
+        async with make_run(model, tmp_path, [fake()], resume=resume, every_steps=2, prompts=mixture()) as run:
+            return [group.prompt for report in await steps_of(run, steps) for group in report.batch.groups]
+
+    asked = use(half(7, None))[:6 * GROUPS] + use(half(100, "newest"))
+    counts = Counter((prompt.source, prompt.row) for prompt in asked)
+    assert counts == {(name, row): times for name, times in (("sums", 2), ("differences", 1)) for row in range(24)}
+    assert len({prompt.prompt_id for prompt in asked}) == len(asked) == 72
+    assert all(prompt.row == 6 * prompt.columns["key"][0] + prompt.columns["key"][1] for prompt in asked)
+    shares = [sum(prompt.source == "sums" for prompt in asked[start:start + 18]) for start in range(0, 72, 18)]
+    assert all(abs(share - 12) <= 3 for share in shares)
