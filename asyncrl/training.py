@@ -135,6 +135,8 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], 
                 async for reply in child.stream("prepare"):
                     if told := reply.body.get("told"):
                         echo(told)
+        except TimeoutError:
+            raise TimeoutError(f"child 'prepare' did not answer 'prepare' within {_PREPARE_TIMEOUT_S:g} s") from None
         finally:
             try:
                 await child.close()

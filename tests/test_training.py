@@ -70,3 +70,15 @@ def test_a_preparation_that_is_interrupted_leaves_no_half_folder(tmp_path):
 
     asyncio.run(interrupted())
     assert list((tmp_path / "runs" / ".cache").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_warm_up_says_how_far_it_is_while_it_goes_on(tmp_path):
+    tree = made_by("tiny_model", tmp_path / "runs").model_dump(mode="json")
+    tree["model"]["arguments"] = {"hidden": 16}
+    tree["warm_up"] = {"kind": "cross_entropy", "examples": f"{TASK}:copies", "held_out": f"{TASK}:held_out_copies", "batch_size": 4,
+                       "until_accuracy": 1e-9, "check_every_steps": 2, "threads": 1}
+    lines: list[str] = []
+    folder = asyncio.run(prepare_model(parse_config(tree, base=tmp_path), logs=tmp_path / "logs", echo=lines.append))
+    assert [line.split(":")[0] for line in lines] == ["model", "warm-up step 2", "model"]
+    assert (folder / "config.json").is_file()
