@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.buffer.config import make_depth, make_policy
 from asyncrl.buffer.policies import FixedLag, Lease
 from asyncrl.config import RunConfig, dump_config
+from asyncrl.rollout.task_config import MixturePrompts, SetsEval
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -24,7 +25,7 @@ def _a_step(config: RunConfig) -> list[str]:
     groups, size, trainer = config.buffer.groups_per_step, config.buffer.group_size, config.trainer
     rollouts = groups * size
     return [
-        f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * config.sampling.max_new_tokens:,} sampled tokens",
+        f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * _most_new_tokens(config):,} sampled tokens",
         f"updates: {_plural(trainer.updates_per_step, 'update')} a step, {groups // trainer.minibatches_per_step} groups each "
         f"(minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs})",
         *_staleness(config)]
@@ -46,17 +47,31 @@ def _staleness(config: RunConfig) -> list[str]:
 
 def _the_whole(config: RunConfig) -> list[str]:
     steps, trainer, publish = config.run.steps, config.trainer, config.weights.publish_every_steps
-    evaluate, save = getattr(config.eval, "every_steps", None), trainer.checkpoint_every_steps
+    save = trainer.checkpoint_every_steps
     probe = -(-config.run.probe.every_steps // publish) * publish  # one that is due waits for a version that the engines have
     return [
         f"in all: {_plural(steps, 'step')}, {_plural(steps * trainer.updates_per_step, 'update')}, "
         f"{steps * config.buffer.groups_per_step * config.buffer.group_size:,} rollouts; fewer if the prompts end",
         f"learning rate: {_learning_rates(config)}",
         f"versions the engines get: {_shown(range(0, steps + 1, publish))}",
-        f"evaluations: {f'after steps {_shown(range(0, steps + 1, evaluate), last=steps)}' if evaluate else 'none'}",
+        f"evaluations: {_evaluations(config)}",
         f"parity probes: before steps {_shown(range(1, steps + 1, probe))}",
         f"checkpoints: after steps {_shown(range(save, steps + 1, save) if save else range(0), last=steps)}",
         f"folder: {(Path(config.run.folder) / config.run.name).absolute()}"]
+
+
+def _evaluations(config: RunConfig) -> str:
+    if not isinstance(config.eval, SetsEval):
+        return "none"
+    steps = _shown(range(0, config.run.steps + 1, config.eval.every_steps), last=config.run.steps)
+    rollouts = sum(asked.limit * asked.samples_per_prompt for asked in config.eval.sets.values())
+    return f"after steps {steps}; at most {rollouts:,} rollouts each"
+
+
+def _most_new_tokens(config: RunConfig) -> int:
+    """Of a completion, whatever the source of its prompt."""
+    sources = config.prompts.sources.values() if isinstance(config.prompts, MixturePrompts) else ()
+    return max(sampling.max_new_tokens or 0 for sampling in (config.sampling, *(source.sampling for source in sources)))
 
 
 def _learning_rates(config: RunConfig) -> str:

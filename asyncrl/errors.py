@@ -26,8 +26,9 @@ class ConfigError(AsyncRLError, ValueError):
         super().__init__(f"{field} = {value!r} is not allowed: {allowed}. {remedy}")
 
     def moved(self, place: str, to: str) -> ConfigError:
-        """The same mistake, its field `to` where it was `place`."""
-        return ConfigError(self.field.replace(place, to, 1), value=self.value, allowed=self.allowed, remedy=self.remedy)
+        """The same mistake, its fields at and below `place` now at and below `to`."""
+        fields = [f"{to}{field[len(place):]}" if f"{field}.".startswith(f"{place}.") else field for field in self.field.split(", ")]
+        return ConfigError(", ".join(fields), value=self.value, allowed=self.allowed, remedy=self.remedy)
 
 
 class ShapeError(AsyncRLError, ValueError):

@@ -25,16 +25,13 @@ def check_pairs(*, buffer: BufferConfig, training: TrainConfig, weights: Weights
 
 def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsConfig) -> None:
     """Raise ConfigError when the run needs what this kind of engine lacks, whatever the model."""
-    most_tokens = engine.most_context_tokens
-    if most_tokens is not None and sampling.max_new_tokens >= most_tokens:
-        raise ConfigError("sampling.max_new_tokens, engine.context_tokens", value=(sampling.max_new_tokens, most_tokens),
-                          allowed="fewer tokens to write than the context holds, prompt included",
-                          remedy="Lower max_new_tokens, or raise the engine's context.")
+    _the_context_holds_a_prompt_too(engine, sampling)
     if weights.dtype == "float32" and engine.dtype == "bfloat16":
         raise ConfigError("weights.dtype, engine.dtype", value=(weights.dtype, engine.dtype),
                           allowed="published values that the engine can hold exactly: bfloat16 in either, float32 in float32",
                           remedy="Set weights.dtype=bfloat16, or engine.dtype=float32.")
-    require(engine.capabilities(context_tokens=most_tokens or 0), sampling, Interruption(weights.interruption), engine=engine.kind)
+    capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
+    require(capabilities, sampling, Interruption(weights.interruption), engine=engine.kind)
 
 
 def check_evaluation(evaluation: SetsEval, *, engine: EngineConfig, sampling: Sampling, weights: WeightsConfig) -> None:
@@ -46,6 +43,10 @@ def check_evaluation(evaluation: SetsEval, *, engine: EngineConfig, sampling: Sa
     capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
     for name, asked in evaluation.sets.items():
         check_set_sampling(name, asked.sampling.over(sampling), capabilities=capabilities, engine=engine.kind)
+        try:
+            _the_context_holds_a_prompt_too(engine, asked.sampling.over(sampling))
+        except ConfigError as error:
+            raise error.moved("sampling", f"eval.sets.{name}.sampling") from error
 
 
 def check_deadline(env: SingleTurnConfig, *, buffer: BufferConfig, field: str = "env") -> None:
@@ -66,6 +67,14 @@ def check_mixture(prompts: MixturePrompts, *, env: SingleTurnConfig, sampling: S
             check_engine(engine, sampling=source.sampling.over(sampling), weights=weights)
         except ConfigError as error:
             raise error.moved("sampling", f"{field}.sampling") from error
+
+
+def _the_context_holds_a_prompt_too(engine: EngineConfig, sampling: Sampling) -> None:
+    most_tokens = engine.most_context_tokens
+    if most_tokens is not None and sampling.max_new_tokens >= most_tokens:
+        raise ConfigError("sampling.max_new_tokens, engine.context_tokens", value=(sampling.max_new_tokens, most_tokens),
+                          allowed="fewer tokens to write than the context holds, prompt included",
+                          remedy="Lower max_new_tokens, or raise the engine's context.")
 
 
 def _correction_of_stale_data_is_chosen(buffer: BufferConfig, training: TrainConfig) -> None:

@@ -93,7 +93,8 @@ def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") ->
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return cause
+        names, _ = _place(first["loc"], root)
+        return cause.moved(names[-1], ".".join(names)) if len(names) > 1 else cause
     if first["type"] == "extra_forbidden":
         *parents, key = first["loc"]
         names, models = _place(parents, root)

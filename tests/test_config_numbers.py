@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
-from asyncrl.settings import sections_at
+from asyncrl.settings import kinds_of, members_of
 from tests.test_config_effects import FIELDS, FLIPS, HERE, SECTIONS, TREE, put
 
 SENSELESS: dict[str, Any] = {"zero": 0, "minus": -1, "large": 10**12, "huge": 10**30, "nan": math.nan, "infinite": math.inf,
@@ -21,13 +21,16 @@ SENSELESS: dict[str, Any] = {"zero": 0, "minus": -1, "large": 10**12, "huge": 10
 
 
 def annotation_of(name: str) -> Any:
-    """Of the field itself, in the section of its kind."""
-    place, _ = FIELDS[name]
-    *parents, leaf = place.split(".")
-    kinds = [part for part in name.split(".") if part not in place.split(".")]
-    sections = [section for section in sections_at(RunConfig, parents) if leaf in section.model_fields]
-    chosen = [section for section in sections if not kinds or kinds[-1] in get_args(section.model_fields["kind"].annotation)]
-    return (chosen or sections)[0].model_fields[leaf].annotation
+    """Of the field of this name, which has the kinds it lies under in it."""
+    sections: list[Any] = [RunConfig]
+    annotation: Any = None
+    for part in name.split("."):
+        if len(sections) > 1:
+            sections = [section for section in sections if part in kinds_of(section)]
+        else:
+            annotation = sections[0].model_fields[part].annotation
+            sections = members_of(annotation)
+    return annotation
 
 
 def is_number(annotation: Any) -> bool:
@@ -42,34 +45,52 @@ def under(section: str, *names: str) -> set[str]:
     return {f"{section}.{name}" for name in names}
 
 
-KINDS_OF_LOSS, SCHEDULES = ("decoupled_ppo", "ppo"), ("constant", "linear", "cosine")
+def of_data(*names: str) -> set[str]:
+    """Settings that every data set has, wherever it stands."""
+    places = [f"prompts.{mixture}{kind}" for mixture in ("", "mixture.sources.") for kind in ("function", "jsonl")]
+    return {name for place in places for name in under(place, *names)}
+
+
+def of_sources(*names: str) -> set[str]:
+    return under("prompts.mixture.sources.function", *names) | under("prompts.mixture.sources.jsonl", *names)
+
+
+LOSSES, SCHEDULES = ("decoupled_ppo", "ppo"), ("constant", "linear", "cosine")
 ACCEPTED: dict[str, set[str]] = {
     # switches something off, or is an ordinary value
-    "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"), "run.error_budget", "run.seed",
+    "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"),
+             *under("run", "error_budget", "seed"),
              *under("engine", "transformers.seed", "vllm.seed"), *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
              *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "schedule.linear.final_frac",
                     "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
-             *(f"loss.{kind}.{name}" for kind in KINDS_OF_LOSS for name in ("clip_low", "clip_high")),
-             *under("sampling", "frequency_penalty", "min_new_tokens", "min_p", "presence_penalty"), "eval.sets.sets.success_reward"},
-    "minus": {"eval.sets.sets.success_reward"},
+             *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_low", "clip_high")), "eval.sets.sets.success_reward",
+             *under("sampling", "frequency_penalty", "min_new_tokens", "min_p", "presence_penalty"),
+             *of_data("curriculum.pass_rate.hopeless_below", "curriculum.pass_rate.success_reward")},
+    # a reward may be anything
+    "minus": {"eval.sets.sets.success_reward", *of_data("curriculum.pass_rate.success_reward")},
+    # it is a list
     "list": {"eval.sets.sets.pass_at"},
     # a large job, or a limit that is never reached: the machine and the clock say how much is too much
-    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "zero_variance_tolerance"), "env.memory_bytes", "run.steps",
-              *under("engine.inline", "context_tokens", "max_batch_requests"), "run.rollouts_every_steps", "run.probe.every_steps",
-              *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"), "run.probe.max_mean_gap",
+    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "zero_variance_tolerance"), "env.memory_bytes",
+              *under("engine.inline", "context_tokens", "max_batch_requests"),
+              *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
-              *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.temperature", "sets.sampling.max_new_tokens",
-                     "sets.limit", "sets.samples_per_prompt"), "run.probe.prompts", "env.workers",
-              *(f"loss.{kind}.{name}" for kind in KINDS_OF_LOSS for name in ("clip_high", "max_tokens")),
-              *under("prompts", "function.epochs", "jsonl.epochs"), "weights.anchor_every_versions",
+              *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.temperature"),
+              *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_high", "max_tokens")), "weights.anchor_every_versions",
+              *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
                      "microbatch_tokens", "schedule.constant.warm_up_steps", "schedule.linear.total_steps", "schedule.cosine.total_steps"),
-              *under("warm_up.cross_entropy", "batch_size", "check_every_steps", "max_steps", "ramp_steps")},
+              *under("warm_up.cross_entropy", "batch_size", "check_every_steps", "max_steps", "ramp_steps"),
+              *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.min_rollouts", "curriculum.pass_rate.recheck_after_prompts",
+                       "curriculum.pass_rate.success_reward"), *of_sources("weight", "env.memory_bytes", "sampling.temperature")},
     # left out, something else decides
     "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
              *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "max_new_tokens", "temperature"),
-             *under("prompts", "function.epochs", "jsonl.epochs"), "trainer.checkpoint_every_steps", "weights.anchor_every_versions"}}
+             "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
+             *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts"),
+             *of_sources("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}
+"""What is taken all the same. Not a number, infinite, a text, true, an integer beyond 64 bits: nowhere."""
 
 
 def outcome(name: str, value: Any) -> str:

@@ -26,7 +26,7 @@ class BufferShuffle(Section):
     """Each prompt is drawn from a buffer that the data refill: for what is too long, or endless, to be a list."""
 
     kind: Literal["buffer"]
-    rows: int = Field(default=1024, ge=2)
+    rows: int = Field(default=1024, ge=2, le=10_000_000)
     """Size of the buffer. It is filled before the first prompt, and again after a resume."""
 
 

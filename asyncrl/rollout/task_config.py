@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.data_config import DataSettings
 from asyncrl.rollout.eval_set import check_name, check_pass_at
-from asyncrl.settings import TAGGED, Section
+from asyncrl.settings import TAGGED, Seconds, Section, Workers
 from asyncrl.types import Sampling
 
 
@@ -21,13 +21,15 @@ class FunctionData(Section):
     function: str
     """`file.py:name` beside the recipe, or `module:name`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """Given to the function by name."""
 
 
 class JsonlData(Section):
     """Prompts of a JSONL file: a text or a list of messages under `prompt`, other keys are columns for the reward."""
 
     kind: Literal["jsonl"]
-    path: str
+    path: str = Field(min_length=1)
+    """Looked for beside the recipe, then in the working folder; from the command line in the working folder alone."""
 
 
 DataConfig = Annotated[FunctionData | JsonlData, TAGGED]
@@ -39,7 +41,9 @@ class SamplingOverrides(Section):
     temperature: float | None = Field(default=None, gt=0.0)
     """Near 0 it is greedy decoding: at 0.01 two tokens share the probability only when their logits are within 0.05."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    stop: tuple[str, ...] | None = None
+    """Most tokens of one completion."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Texts that end a completion."""
 
     @property
     def is_set(self) -> bool:
@@ -65,8 +69,10 @@ class SingleTurnConfig(Section):
     kind: Literal["single_turn"] = "single_turn"
     reward: str | dict[str, str]
     """`file.py:name` or `module:name` of the reward function, or several by name: their sum is the reward, each has a curve of its own."""
-    workers: int = Field(default=1, ge=1)
-    timeout_s: float = Field(default=10.0, gt=0)
+    workers: Workers = 1
+    """Processes that judge, each one completion at a time."""
+    timeout_s: Seconds = 10.0
+    """Deadline of a judgement; the worker that passes it is killed, and the rollout counts as failed."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """Private memory a reward worker may take beyond what it inherits; None gives the workers half of the memory together."""
 
@@ -79,9 +85,9 @@ class SourceEnv(Section):
 
     reward: str | dict[str, str] | None = None
     """Of this source, or held-out set, alone."""
-    workers: int | None = Field(default=None, ge=1)
+    workers: Workers | None = None
     """Reward workers of its own."""
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: Seconds | None = None
     """Deadline of a judgement."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """Private memory a reward worker may take beyond what it inherits."""
@@ -139,9 +145,11 @@ class EvalSetConfig(Section):
     """One held-out set."""
 
     prompts: DataConfig
-    limit: int = Field(default=256, ge=1)
+    """What is asked; the same prompts every time."""
+    limit: int = Field(default=256, ge=1, le=1_000_000)
     """At most this many prompts of the data."""
-    samples_per_prompt: int = Field(default=1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1, le=4096)
+    """Rollouts of each prompt, n of pass@k."""
     pass_at: tuple[int, ...] = ()
     """Every k, up to `samples_per_prompt`, for which pass@k is measured."""
     success_reward: float = 1.0
@@ -178,7 +186,9 @@ class SetsEval(Section):
     sets: dict[str, EvalSetConfig] = Field(min_length=1)
     """By name: `eval/NAME/reward/mean` and so on."""
     every_steps: int = Field(default=25, ge=1)
+    """A multiple of `weights.publish_every_steps`; also at the start and at the end."""
     best: BestConfig = KeepBest()
+    """What becomes of the best weights."""
 
     @property
     def leading(self) -> str:
@@ -207,7 +217,8 @@ class ProbeConfig(Section):
     """The parity probe: a few rollouts of exactly the trainer's version are scored by the trainer before it steps."""
 
     every_steps: int = Field(default=50, ge=1)
-    prompts: int = Field(default=8, ge=1)
+    """How often; the first time before the first step."""
+    prompts: int = Field(default=8, ge=1, le=1024)
     """How many rollouts are scored."""
     max_mean_gap: float = Field(default=0.02, gt=0)
     """Largest mean |engine logprob − trainer logprob| in nats. Float32 engines that get float32
