@@ -55,6 +55,10 @@ def of_sources(*names: str) -> set[str]:
     return under("prompts.mixture.sources.function", *names) | under("prompts.mixture.sources.jsonl", *names)
 
 
+def of_sources_and_sets(*names: str) -> set[str]:
+    return of_sources(*names) | under("eval.sets.sets", *names)
+
+
 LOSSES, SCHEDULES = ("decoupled_ppo", "ppo"), ("constant", "linear", "cosine")
 ACCEPTED: dict[str, set[str]] = {
     # switches something off, or is an ordinary value
@@ -75,21 +79,21 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.inline", "context_tokens", "max_batch_requests"),
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
-              *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.temperature"),
+              *under("eval.sets", "every_steps", "sets.success_reward"),
               *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_high", "max_tokens")), "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
                      "microbatch_tokens", "schedule.constant.warm_up_steps", "schedule.linear.total_steps", "schedule.cosine.total_steps"),
               *under("warm_up.cross_entropy", "batch_size", "check_every_steps", "max_steps", "ramp_steps"),
               *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.min_rollouts", "curriculum.pass_rate.recheck_after_prompts",
-                       "curriculum.pass_rate.success_reward"), *of_sources("weight", "env.memory_bytes", "sampling.temperature")},
+                       "curriculum.pass_rate.success_reward"),
+              *of_sources("weight"), *of_sources_and_sets("env.memory_bytes", "sampling.temperature")},
     # left out, something else decides
     "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
-             *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "max_new_tokens", "temperature"),
-             "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
+             *under("engine", "transformers.seed", "vllm.seed"), "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
              *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts"),
-             *of_sources("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}
+             *of_sources_and_sets("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}
 """What is taken all the same. Not a number, infinite, a text, true, an integer beyond 64 bits: nowhere."""
 
 
