@@ -21,6 +21,9 @@ NOT_SAMPLED = -1
 """Policy version of a token the policy did not sample (prompt, environment, framework)."""
 
 
+KEPT_SET_FIELDS = ("top_p", "top_k", "min_p")
+"""Fields of `Sampling` that leave the likeliest tokens and renormalise over them."""
+
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 in a batch: a number beyond it would be infinity there."""
 
@@ -108,6 +111,11 @@ class Sampling:
         if self.max_new_tokens < 1:
             raise ConfigError("sampling.max_new_tokens", value=self.max_new_tokens, allowed="an integer of at least 1",
                               remedy="Set how many tokens a completion may have.")
+        for name, is_right, allowed in (("top_p", 0 < self.top_p <= 1, "a share above 0, at most 1"),
+                                        ("top_k", self.top_k is None or self.top_k >= 1, "an integer of at least 1, or None"),
+                                        ("min_p", 0 <= self.min_p <= 1, "a share between 0 and 1")):
+            if not is_right:
+                raise ConfigError(f"sampling.{name}", value=getattr(self, name), allowed=allowed, remedy="Change it, or leave it out.")
         biased = self.biased_fields()
         if for_training and biased:
             name = biased[0]

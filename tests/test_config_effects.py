@@ -165,7 +165,7 @@ FLIPS: dict[str, Flip] = {
     "eval.sets.sets.samples_per_prompt": flip(2, see_eval.evaluated), "eval.sets.sets.pass_at": flip([1], see_eval.evaluated),
     "eval.sets.sets.success_reward": flip(0.5, see_eval.evaluated, eval=TWO_SETS),
     **{f"eval.sets.sets.sampling.{name}": flip(value, see_eval.evaluated) for name, value in {
-        "temperature": 0.5, "max_new_tokens": 2, "stop": ["="]}.items()},
+        "temperature": 0.5, "max_new_tokens": 2, "stop": ["="], "top_p": 0.9, "top_k": 5, "min_p": 0.1}.items()},
     **{f"eval.sets.sets.env.{name}": flip(value, see.parts) for name, value in {
         "reward": f"{TASK}:always_two", "workers": 2, "timeout_s": 3.0, "memory_bytes": 10**8}.items()},
     "eval.sets.every_steps": flip(3, see.course), "eval.sets.best.kind": flip({"kind": "none"}, see_eval.kept),

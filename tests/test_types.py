@@ -137,7 +137,8 @@ def test_sampling_that_biases_the_ratio_is_refused_for_training_alone(change, na
         sampling.check(for_training=True)
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"top_p": 0.0},
+                                    {"top_p": 1.1}, {"top_k": 0}, {"min_p": -0.1}, {"min_p": float("nan")}])
 def test_sampling_out_of_range_is_refused(change):
     with pytest.raises(ConfigError):
         Sampling(**change).check(for_training=False)

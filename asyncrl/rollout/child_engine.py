@@ -1,7 +1,8 @@
 """The controller's side of an engine that lives in a child process; needs neither torch nor an engine's own packages.
 
     chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error]]} with tokens and logprobs
-    requests          {new: [[key, prompt tokens, budget, temperature, stop]], cancelled: [key]} with all prompts in a row
+    requests          {new: [[key, prompt tokens, budget, temperature, stop, kept set]], cancelled: [key]} with all prompts in a row;
+                      a kept set is [top_p, top_k or 0, min_p]
     hold              {} → {running: [key]}; starts no more requests until resume
     pause             {kind} → {messages: how many chunk messages were sent so far}
     apply             {manifest} → {state_hash, pause_s, recomputed_tokens}
@@ -136,7 +137,8 @@ class ChildEngine:
             new, self._new = self._new, {}
             cancelled, self._cancelled = self._cancelled, []
             rows = [(key, len(request.tokens), budget_tokens(request, self._facts), float(request.sampling.temperature),
-                     request.sampling.stop) for key, request in new.items()]
+                     request.sampling.stop, (request.sampling.top_p, request.sampling.top_k or 0, request.sampling.min_p))
+                    for key, request in new.items()]
             tokens = np.concatenate([request.tokens for request in new.values()]) if new else np.zeros(0, np.int32)
             await child.call("requests", {"new": rows, "cancelled": cancelled}, arrays={"tokens": tokens}, timeout_s=_CALL_TIMEOUT_S)
 

@@ -64,7 +64,7 @@ class InlineEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens)
+            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, kept_sets=True)
 
 
 class TransformersEngineConfig(Section):
@@ -144,7 +144,8 @@ class VLLMEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
-            stop_strings=True, bit_reproducible=False, context_tokens=context_tokens, lowest_temperature=_LOWEST_VLLM_TEMPERATURE)
+            stop_strings=True, bit_reproducible=False, context_tokens=context_tokens, lowest_temperature=_LOWEST_VLLM_TEMPERATURE,
+            kept_sets=True)
 
 
 EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, TAGGED]

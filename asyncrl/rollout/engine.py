@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.paths import RunPaths
-from asyncrl.types import Sampling, Status
+from asyncrl.types import KEPT_SET_FIELDS, Sampling, Status
 from asyncrl.weights.manifest import Manifest
 
 
@@ -42,6 +42,13 @@ class Capabilities:
     """Prompt plus completion may not exceed this."""
     lowest_temperature: float = 0.0
     """Below it the engine would sample at another one."""
+    kept_sets: bool = False
+    """`top_p`, `top_k` and `min_p`, applied after the temperature, min_p first, top_p last; logprobs are then those of the renormalised
+    distribution. Evaluation alone may ask for it."""
+
+    def unfollowed(self, sampling: Sampling) -> tuple[str, ...]:
+        """Fields beyond temperature and stop strings that the engine does not have."""
+        return tuple(name for name in sampling.biased_fields() if not (self.kept_sets and name in KEPT_SET_FIELDS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +138,10 @@ def require(capabilities: Capabilities, sampling: Sampling, interruption: Interr
 
 def require_sampling(capabilities: Capabilities, sampling: Sampling, *, engine: str) -> None:
     """Raise ConfigError when completions are to be sampled as the engine cannot."""
-    biased = sampling.biased_fields()
-    if biased:
-        raise ConfigError(f"sampling.{biased[0]}", value=getattr(sampling, biased[0]), allowed=f"the neutral value alone with {engine}",
-                          remedy="Remove it, or choose another engine.")
+    unfollowed = capabilities.unfollowed(sampling)
+    if unfollowed:
+        raise ConfigError(f"sampling.{unfollowed[0]}", value=getattr(sampling, unfollowed[0]),
+                          allowed=f"the neutral value alone with {engine}", remedy="Remove it, or choose another engine.")
     if sampling.stop and not capabilities.stop_strings:
         raise ConfigError("sampling.stop", value=sampling.stop, allowed=f"no stop strings with {engine}",
                           remedy="End completions with an end-of-sequence token, or choose an engine that has stop strings.")

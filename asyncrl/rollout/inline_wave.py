@@ -14,6 +14,9 @@ from asyncrl.rollout.engine import GenerationRequest
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.types import Status
 
+_ALL_TOKENS = 2**31
+"""More than any vocabulary has."""
+
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -80,7 +83,7 @@ class Wave:
         logits = self._prefill() if self._cache is None else self._decode()
         temperatures = torch.tensor([row.request.sampling.temperature for row in self.rows], device=self._device, dtype=torch.float32)
         draws = np.asarray([row.generator.random() for row in self.rows])
-        tokens, logprobs = sample(logits, temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device))
+        tokens, logprobs = sample(logits, temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device), kept=self._kept_sets())
         ended: list[tuple[Row, Status]] = []
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             status = self._append(row, token, logprob)
@@ -94,6 +97,14 @@ class Wave:
     def drop(self, unwanted: Row) -> None:
         """Take one row out."""
         self._keep(lambda row: row is not unwanted)
+
+    def _kept_sets(self) -> KeptSets | None:
+        samplings = [row.request.sampling for row in self.rows]
+        if not any(sampling.biased_fields() for sampling in samplings):
+            return None
+        return KeptSets(torch.tensor([sampling.top_p for sampling in samplings], device=self._device, dtype=torch.float64),
+                        torch.tensor([sampling.top_k or _ALL_TOKENS for sampling in samplings], device=self._device),
+                        torch.tensor([sampling.min_p for sampling in samplings], device=self._device, dtype=torch.float64))
 
     def _append(self, row: Row, token: int, logprob: float) -> Status | None:
         if not np.isfinite(logprob):
@@ -134,18 +145,46 @@ class Wave:
             self._mask = self._mask[select]
 
 
-def sample(logits: torch.Tensor, *, temperatures: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """Which tokens of each row may be sampled, in the order in which it is applied, that of vLLM."""
+
+    top_p: torch.Tensor
+    """[N] float64: the fewest likeliest tokens that hold this share of what the others leave; 1 keeps all."""
+    top_k: torch.Tensor
+    """[N] int64: so many likeliest tokens; the size of the vocabulary keeps all."""
+    min_p: torch.Tensor
+    """[N] float64: those at least this share as likely as the likeliest."""
+
+    def renormalised(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """[N, V] logprobs over the kept tokens, −inf for the others; rows that keep all stay as they are."""
+        ranked, order = logprobs.double().exp().sort(dim=-1, descending=True, stable=True)
+        kept = ranked >= self.min_p[:, None] * ranked[:, :1]
+        kept &= torch.arange(ranked.shape[-1], device=ranked.device) < self.top_k[:, None]
+        ranked = torch.where(kept, ranked, 0.0)
+        likelier = ranked.cumsum(-1) - ranked
+        kept &= (likelier < self.top_p[:, None] * ranked.sum(-1, keepdim=True)) | (self.top_p[:, None] >= 1.0)
+        among = torch.zeros_like(kept).scatter(-1, order, kept)
+        partial = torch.log_softmax(torch.where(among, logprobs, -torch.inf), dim=-1)
+        return torch.where(among.all(-1, keepdim=True), logprobs, partial)
+
+
+def sample(logits: torch.Tensor, *, temperatures: torch.Tensor, draws: torch.Tensor,
+           kept: KeptSets | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A token and its logprob for each row, by inverting the cumulative distribution of softmax(logits / temperature).
 
     Args:
         logits: [N, V], any float dtype.
         temperatures: [N] float32, above 0.
         draws: [N] float64, uniform in [0, 1).
+        kept: the tokens that may be sampled; None for all of them in every row.
 
     Returns:
         [N] int64 tokens and [N] float32 logprobs; the logprob of a row that holds NaN or +inf, or nothing finite, is NaN.
     """
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    if kept is not None:
+        logprobs = kept.renormalised(logprobs)
     cumulative = logprobs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
     # strictly below the total, or rounding could reach past the last token that has a probability

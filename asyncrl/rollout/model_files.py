@@ -42,10 +42,10 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
 
 
 def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabilities: Capabilities) -> None:
-    """Raise EngineError, final for the request, when an engine that samples softmax(logits / temperature) cannot serve it."""
+    """Raise EngineError, final for the request, when an engine with these capabilities cannot serve it."""
     where = f"request {request.request_id}"
     sampling, tokens = request.sampling, request.tokens
-    unsupported = sampling.biased_fields() + (("stop",) if sampling.stop and not capabilities.stop_strings else ())
+    unsupported = capabilities.unfollowed(sampling) + (("stop",) if sampling.stop and not capabilities.stop_strings else ())
     unsupported += ("temperature",) if sampling.temperature < capabilities.lowest_temperature else ()
     if unsupported:
         raise EngineError(f"{where}: sampling.{unsupported[0]} = {getattr(sampling, unsupported[0])!r} is not supported by this engine")

@@ -141,6 +141,14 @@ class NoEval(Section):
     kind: Literal["none"] = "none"
 
 
+class EvalSampling(SamplingOverrides):
+    """How a held-out set is sampled: also in ways that training refuses, where the engine has them."""
+
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=1)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+
+
 class EvalSetConfig(Section):
     """One held-out set."""
 
@@ -154,8 +162,8 @@ class EvalSetConfig(Section):
     """Every k, up to `samples_per_prompt`, for which pass@k is measured."""
     success_reward: float = 1.0
     """A rollout with at least this reward has solved its prompt."""
-    sampling: SamplingOverrides = SamplingOverrides()
-    """Temperature, budget and stop strings of its own."""
+    sampling: EvalSampling = EvalSampling()
+    """Temperature, budget, stop strings and kept set of its own."""
     env: SourceEnv = SourceEnv()
     """Rewards, workers and deadline of its own."""
 

@@ -193,8 +193,8 @@ class _Child:
 
     async def _requests(self, request: Request) -> Mapping[str, Any]:
         tokens, start = request.arrays["tokens"].tolist(), 0
-        for key, length, budget, temperature, stop in request.body["new"]:
-            params = sampling_params(budget=budget, temperature=temperature, stop=stop, eos_tokens=self._eos_tokens)
+        for key, length, budget, temperature, stop, kept_set in request.body["new"]:
+            params = sampling_params(budget=budget, temperature=temperature, stop=stop, kept_set=kept_set, eos_tokens=self._eos_tokens)
             self._waiting[key] = _Job(key, tokens[start:start + length], params)
             start += length
         self._start_waiting()
@@ -365,10 +365,13 @@ class _Child:
             seen = written
 
 
-def sampling_params(*, budget: int, temperature: float, stop: list[str], eos_tokens: list[int]) -> SamplingParams:
+def sampling_params(*, budget: int, temperature: float, stop: list[str], kept_set: tuple[float, int, float],
+                    eos_tokens: list[int]) -> SamplingParams:
     """One request's parameters, every field that touches the distribution explicit; the logprob of each sampled token and no other."""
+    top_p, top_k, min_p = kept_set
     return SamplingParams(
-        n=1, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        n=1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=1.0, presence_penalty=0.0,
+        frequency_penalty=0.0,
         min_tokens=0, max_tokens=budget, stop=stop or None, stop_token_ids=eos_tokens, ignore_eos=True, seed=None, logit_bias=None,
         bad_words=None, allowed_token_ids=None, logprobs=0, flat_logprobs=True, detokenize=bool(stop), skip_special_tokens=False,
         skip_clone=True,

@@ -97,8 +97,9 @@ def test_a_set_may_be_judged_by_a_reward_of_its_own_whatever_the_sources_of_trai
 
 
 def test_what_an_engine_cannot_sample_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^eval\.sets\.sums\.sampling\.top_p = 0\.9 .*inline"):
-        make_run(model, tmp_path, InlineEngine(model), dataclasses.replace(SUMS, sampling=Sampling(top_p=0.9)))
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.sums\.sampling\.top_p = 0\.9 .*fake"):
+        make_run(model, tmp_path, fake(), dataclasses.replace(SUMS, sampling=Sampling(top_p=0.9)))
+    make_run(model, tmp_path, InlineEngine(model), dataclasses.replace(SUMS, sampling=Sampling(top_p=0.9)))
 
 
 def trained(tmp_path: Path, lines: list[str], *, steps: int, resume: str | None = None, **eval_settings: object) -> Path:

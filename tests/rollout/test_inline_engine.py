@@ -12,7 +12,7 @@ import torch
 from asyncrl.errors import ChildDied, EngineError, WeightSyncError, WrongBase
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.inline_engine import InlineEngine
-from asyncrl.rollout.inline_wave import sample
+from asyncrl.rollout.inline_wave import KeptSets, sample
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
 from tests.rollout import engine_contract
 from tests.rollout.engine_contract import Rig
@@ -159,7 +159,7 @@ def test_a_forward_that_fails_ends_the_engine_with_its_reason(rig: Rig, monkeypa
 
 
 @pytest.mark.parametrize(("sampling", "named"), [
-    (Sampling(top_p=0.9), r"sampling\.top_p = 0\.9"), (Sampling(top_k=20), r"sampling\.top_k = 20"),
+    (Sampling(top_p=1.5), r"sampling\.top_p = 1\.5"), (Sampling(presence_penalty=0.5), r"sampling\.presence_penalty = 0\.5"),
     (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"), (Sampling(min_new_tokens=2), r"sampling\.min_new_tokens"),
     (Sampling(stop=("x",)), r"sampling\.stop"), (Sampling(temperature=0.0), r"sampling\.temperature"),
 ])
@@ -179,6 +179,52 @@ def test_sampling_inverts_the_cumulative_distribution_at_temperature() -> None:
     tokens, logprobs = sample(logits, temperatures=torch.full((4,), 0.6), draws=torch.tensor([0.0, 0.8122, 0.9656, 0.9946]).double())
     assert tokens.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(logprobs.numpy(), [-0.2081, -1.8747, -3.5414, -5.2081], atol=1e-4)
+
+
+def kept_by_definition(probs: np.ndarray, sampling: Sampling) -> set[int]:
+    """The tokens that may be sampled, by the words of each rule, one after another."""
+    ranked = np.argsort(-probs, kind="stable").tolist()
+    kept = [token for token in ranked if probs[token] >= sampling.min_p * probs.max()][:sampling.top_k]
+    share, mass = 0.0, sum(probs[token] for token in kept)
+    for count, token in enumerate(kept, 1):
+        share += probs[token]
+        if share >= sampling.top_p * mass - 1e-12:
+            return set(kept[:count])
+    return set(kept)
+
+
+KEPT = (Sampling(), Sampling(top_p=0.8), Sampling(top_k=3), Sampling(min_p=0.2), Sampling(top_p=0.7, top_k=5, min_p=0.05),
+        Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0), Sampling(top_k=1000))
+
+
+def kept_sets(samplings: tuple[Sampling, ...]) -> KeptSets:
+    return KeptSets(torch.tensor([s.top_p for s in samplings]).double(), torch.tensor([s.top_k or 2**31 for s in samplings]),
+                    torch.tensor([s.min_p for s in samplings]).double())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_kept_set_is_what_its_rules_say_renormalised(seed: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=2.0, size=(len(KEPT), 12))).float()
+    plain = torch.log_softmax(logits, dim=-1)
+    renormalised = kept_sets(KEPT).renormalised(plain)
+    for row, sampling in enumerate(KEPT):
+        probs = plain[row].double().exp().numpy()
+        kept = kept_by_definition(probs, sampling)
+        expected = np.asarray([probs[token] if token in kept else 0.0 for token in range(12)])
+        np.testing.assert_allclose(renormalised[row].exp().numpy(), expected / expected.sum(), atol=1e-6)
+    assert torch.equal(renormalised[0], plain[0]), "a row that keeps all stays as it is, to the bit"
+
+
+def test_a_kept_set_leaves_the_other_requests_of_a_wave_as_they_are(rig: Rig) -> None:
+    async def main() -> None:
+        await rig.begin()
+        alone = await rig.write(rig.prompts[0], Sampling(max_new_tokens=6), seed=LONG_SEED)
+        beside, greedy = await asyncio.gather(rig.write(rig.prompts[0], Sampling(max_new_tokens=6), seed=LONG_SEED),
+                                              rig.write(rig.prompts[0], Sampling(max_new_tokens=6, top_k=1)))
+        assert np.array_equal(alone.tokens, beside.tokens)
+        assert not greedy.logprobs.any(), "the only token that is kept has probability 1"
+
+    rig.run(main())
 
 
 def test_sampling_never_picks_a_token_of_probability_zero() -> None:

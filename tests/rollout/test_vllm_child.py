@@ -135,7 +135,7 @@ def story(vllm_child: ModuleType, engine_made: Callable[[], ScriptedEngine], ste
         await call("pause", {"kind": "keep"})
         await call("apply", {"manifest": manifest(0)})
         await call("resume")
-        await call("requests", {"new": [["0", 2, 5, 1.0, []]], "cancelled": []}, tokens=np.array([7, 8], np.int32))
+        await call("requests", {"new": [["0", 2, 5, 1.0, [], [1.0, 0, 0.0]]], "cancelled": []}, tokens=np.array([7, 8], np.int32))
         await asyncio.sleep(0)
         await steps(call, engine)
         engine.ends.set()
@@ -246,9 +246,11 @@ def test_weights_whose_version_is_not_known_are_not_sampled_from(vllm_child: Mod
 
 
 def test_every_field_that_could_bend_the_distribution_is_explicit(vllm_child: ModuleType) -> None:
-    params = vllm_child.sampling_params(budget=7, temperature=0.7, stop=["</s>"], eos_tokens=[1, 5])
+    params = vllm_child.sampling_params(budget=7, temperature=0.7, stop=["</s>"], kept_set=(1.0, 0, 0.0), eos_tokens=[1, 5])
     neutral = {"n": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
                "min_tokens": 0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "seed": None}
     assert {name: getattr(params, name) or neutral[name] for name in neutral} == neutral
     assert (params.max_tokens, params.temperature, params.logprobs, params.stop_token_ids, params.ignore_eos) == (7, 0.7, 0, [1, 5], True)
     assert (params.stop, params.skip_special_tokens) == (["</s>"], False)
+    kept = vllm_child.sampling_params(budget=7, temperature=0.7, stop=[], kept_set=(0.9, 20, 0.1), eos_tokens=[])
+    assert (kept.top_p, kept.top_k, kept.min_p) == (0.9, 20, 0.1)
