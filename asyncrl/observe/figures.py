@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import textwrap
+import unicodedata
 from collections.abc import Sequence
 
 MISSING = "-"
 """Not measured. What was measured and is not finite says so."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans({**dict(zip(_SPARKS, "_.-=+*%#", strict=True)), "…": "~", "·": ".", "→": ">", "│": "|", "─": "-"})
+_FILL = "\0"
+"""Stands behind a letter of two columns while lines are measured in letters."""
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -38,13 +42,13 @@ def count(value: float | None, *, width: int = 5) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share, in at most 5 characters as long as it is one."""
+    """A share in percent, in at most 5 characters; what is far from one is a plain number."""
     if value is None or not math.isfinite(value):
         return _special(value)
-    text = f"{100 * value:.1f}%"
-    if value != 0 and text.strip("-0.%") == "":
+    if 0 < abs(value) < 0.0005:
         return "<0.1%" if value > 0 else ">-.1%"
-    return text if len(text) <= 5 else f"{100 * value:.0f}%" if abs(value) < 1000 else number(value, width=5)
+    texts = (f"{100 * value:.{digits}f}%" for digits in (1, 0))
+    return next((text for text in texts if len(text) <= 5), number(value, width=5))
 
 
 def duration(seconds: float | None) -> str:
@@ -72,10 +76,29 @@ def _level(share: float) -> int:
     return min(len(_SPARKS) - 1, int(share * len(_SPARKS))) if math.isfinite(share) else 0
 
 
+def columns(text: str) -> int:
+    """How many columns a terminal gives it: East Asian letters and pictures take two."""
+    return len(text) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+
+
 def shorten(text: str, width: int) -> str:
-    """At most `width` characters of it on one line."""
+    """At most `width` columns of it on one line."""
     flat = printable(" ".join(text.split()))
-    return flat if len(flat) <= width else flat[:width - 1] + "…"
+    if columns(flat) <= width:
+        return flat
+    while columns(flat) >= width:
+        flat = flat[:-1]
+    return flat + "…"
+
+
+def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
+    """A sentence in lines of at most `width` columns, those after the first indented. Line ends stay."""
+    def wide(letter: str) -> str:
+        return letter + _FILL * (columns(letter) - 1)
+
+    lines = ["".join(map(wide, line)) for line in printable(text).split("\n")]
+    pieces = [textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""] for line in lines]
+    return [piece.replace(_FILL, "") for line in pieces for piece in line]
 
 
 def printable(text: str) -> str:

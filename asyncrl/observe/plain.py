@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncrl.observe.board import WINDOW_STEPS, Board, Section, title
-from asyncrl.observe.figures import count, duration, number, percent, printable
+from asyncrl.observe.figures import count, duration, number, percent, wrapped
 from asyncrl.observe.health import WIDTH, table
 
 Write = Callable[[str], None]
@@ -58,14 +57,12 @@ def step_line(board: Board) -> str:
 def section_lines(section: Section, *, width: int = WIDTH) -> list[str]:
     """A section in as many lines as it takes."""
     text = ", ".join(cell.text + MARK * cell.is_marked for cell in section.cells)
-    lines = textwrap.wrap(text, width - _INDENT, break_on_hyphens=False) or [""]
+    lines = wrapped(text, width - _INDENT)
     return [f"  {section.title:{_INDENT - 2}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])]
 
 
-def wrapped(text: str) -> list[str]:
-    """A sentence in lines of at most `WIDTH` columns."""
-    return [piece for line in printable(text).split("\n")
-            for piece in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]]
+def _sentence(text: str) -> list[str]:
+    return wrapped(text, WIDTH, indent="  ")
 
 
 class PlainFace:
@@ -80,13 +77,13 @@ class PlainFace:
 
     def start(self, board: Board, *, where: str, with_table: bool) -> None:
         """The run has a folder and its settings."""
-        _each(self._write, wrapped(f"run {board.settings.name}: {board.settings.steps} steps, {where}"))
+        _each(self._write, _sentence(f"run {board.settings.name}: {board.settings.steps} steps, {where}"))
         if with_table:
             _each(self._write, ["", *table(board.settings), ""])
 
     def note(self, text: str, *, is_warning: bool) -> None:
         """A sentence about something that happened."""
-        _each(self._warn if is_warning else self._write, wrapped(f"warning: {text}" if is_warning else text))
+        _each(self._warn if is_warning else self._write, _sentence(f"warning: {text}" if is_warning else text))
 
     def stepped(self, board: Board) -> None:
         """The board has a new step."""
@@ -112,7 +109,7 @@ class PlainFace:
         """The last line."""
         if board is not None and self._since_summary:
             self._summary(board)
-        _each(self._last, wrapped(text))
+        _each(self._last, _sentence(text))
 
     def close(self) -> None:
         """Nothing follows."""

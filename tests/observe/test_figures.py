@@ -7,8 +7,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
-from asyncrl.observe.figures import count, duration, encodable, number, percent, shorten, sparkline
+from asyncrl.observe.figures import columns, count, duration, encodable, number, percent, shorten, sparkline, wrapped
 
 ANY = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 
@@ -19,12 +20,6 @@ def test_no_value_is_wider_than_its_column(value, width):
     assert len(number(value, width=width)) <= width
     assert len(count(value, width=width)) <= width
     assert len(duration(value)) <= 6
-    assert len(percent(value)) <= 6
-
-
-@settings(deadline=None)
-@given(st.floats(0, 1))
-def test_a_share_takes_five_characters(value):
     assert len(percent(value)) <= 5
 
 
@@ -65,6 +60,21 @@ def test_what_an_encoding_lacks_is_shown_in_ascii_of_the_same_length():
     assert encodable(text, "utf-8") == text
     assert encodable(text, "ascii") == "0.3 _+# > ~?"
     assert encodable(text, "no such encoding") == "0.3 _+# > ~?"
+
+
+@settings(deadline=None)
+@given(st.text(), st.integers(8, 90))
+def test_no_line_of_a_sentence_is_wider_than_asked_in_any_script(text, width):
+    for line in wrapped(text, width, indent="  "):
+        assert columns(line) <= width
+        assert line.isprintable()
+    assert columns(shorten(text, width)) <= width
+
+
+def test_letters_of_two_columns_are_counted_as_such():
+    assert (columns("数学 ok"), cell_len("数学 ok")) == (7, 7)
+    assert wrapped("数学 数学 数学", 9) == ["数学 数学", "数学"]
+    assert shorten("数学数学", 6) == "数学…"
 
 
 def test_a_long_name_is_cut_and_stays_on_its_line():
