@@ -55,7 +55,8 @@ class Board:
     _rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_SPARK_STEPS))
     _by_source: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_SOURCE_SPARK_STEPS)))
     _periods_s: deque[float] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS))
-    _mismatch: tuple[int, float] | None = None
+    _probe: dict[str, float] = field(default_factory=dict)
+    """Of the newest step before which the parity probe ran; it runs now and then."""
     _dropped: Counter[str] = field(default_factory=Counter)
     _errors: Counter[str] = field(default_factory=Counter)
     _outside: Counter[str] = field(default_factory=Counter)
@@ -78,7 +79,7 @@ class Board:
         if math.isfinite(period_s := values.get("train/period_s/last", math.nan)):
             self._periods_s.append(period_s)
         if "probe/gap/mean" in values:
-            self._mismatch = (self.step, values["probe/gap/mean"])
+            self._probe = values
         self._dropped.update({reason: int(_finite(groups)) for reason, groups in _named(values, "buffer/dropped_", "/groups")})
         self._errors.update({kind: int(_finite(errors)) for kind, errors in _named(values, "rollout/error.", "/sum")})
         return [warning for quantity in BY_METRIC.values() if (warning := self._judge(quantity, values))]
@@ -110,8 +111,7 @@ class Board:
             return Cell(text.format(form(values.get(metric))), self.is_marked(values, metric))
 
         settings = self.settings
-        mismatch = self._mismatch or (0, None)
-        at = f" (step {mismatch[0]})" if self._mismatch else ""
+        probed = f" (step {self._probe['step']:.0f})" if self._probe else ""
         return [
             Section("reward", (self._reward(values), *self._sources(values))),
             *self._functions(values),
@@ -120,8 +120,8 @@ class Board:
                               cell("staleness/token/max", count, f"max {{}} of {settings.max_staleness}")), in_step_line=True),
             Section("buffer", (cell("buffer/depth/last", count, "depth {} slots"), cell("buffer/held/last", count, "{} held"),
                                cell("buffer/ready/last", count, "{} ready"), cell("buffer/length_bias/last", number, "length bias {}"))),
-            Section("mismatch", (Cell(f"{_tiny(mismatch[1])} at equal weights{at}", bool(self._mismatch) and not
-                                      BY_METRIC["probe/gap/mean"].is_healthy(mismatch[1] or 0.0, settings)),
+            Section("mismatch", (Cell(f"{_tiny(self._probe.get('probe/gap/mean'))} at equal weights{probed}",
+                                      self.is_marked(self._probe, "probe/gap/mean")),
                                  cell("correction/logprob_gap/mean", _tiny, "{} with staleness"))),
             Section("correction", (cell("correction/ess/frac", number, "ess {}"), cell("correction/clipped/frac", percent, "clip {}"),
                                    cell("correction/kept/frac", percent, "kept {}"),

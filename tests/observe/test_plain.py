@@ -120,3 +120,14 @@ def test_quiet_has_warnings_and_the_last_line():
     console.end("reward 0.1 → 0.9")
     assert err == ["warning: something is wrong", "warning: step 7: not finite is 1.0000, healthy 0: lower the learning rate"]
     assert out == ["reward 0.1 → 0.9"]
+
+
+def test_the_mismatch_of_the_newest_probe_stays_until_the_next():
+    rows = [step_row(step) for step in range(1, 11)]
+    for row in rows[1:]:
+        del row["probe/gap/mean"]
+    assert any("mismatch    1.2e-06 at equal weights (step 1), " in line for line in shown(*rows))
+    rows[0]["probe/gap/mean"] = 0.015
+    lines = shown(*rows)
+    assert any("mismatch    0.0150 at equal weights (step 1)!, " in line for line in lines)
+    assert sum(line.startswith("warning: step 1: mismatch is 0.0150, healthy <= 0.01") for line in lines) == 1
