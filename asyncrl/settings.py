@@ -14,8 +14,10 @@ from asyncrl.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 """A time limit. 30 days are longer than any job lives; far beyond them the clocks of sockets and signals overflow."""
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Of random generators; NumPy's oldest takes no more than 32 bits, and vLLM seeds it."""
+SEEDS = 2**32
+"""How many there are of what a setting may say; NumPy's oldest generator takes no more than 32 bits, and vLLM seeds it."""
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
+"""Of random generators."""
 Workers = Annotated[int, Field(ge=1, le=1024)]
 """Processes or threads of one part on one machine."""
 

@@ -28,6 +28,7 @@ from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.run_folder import RunFolder
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import Resume, RunState
+from asyncrl.settings import SEEDS
 from asyncrl.task import build_env, build_eval_sets, build_prompts, build_sampling, reward_workers
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder
@@ -182,4 +183,4 @@ def build_engine(config: RunConfig, *, model: Path, version: int = 0) -> Engine:
         return InlineEngine(model, **dict(engine))
     kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
     seed = config.run.seed if engine.seed is None else engine.seed
-    return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) if version else seed})
+    return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) % SEEDS if version else seed})

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl import training
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ChildDied, ConfigError
 from asyncrl.preflight import check_environment
+from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.training import prepare_model
+from tests.tiny_model import make_tiny_model
 
 TASK = Path(__file__).parent / "train" / "prepare_task.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic" / "quickstart.yaml"
@@ -39,6 +42,22 @@ def test_arguments_that_a_named_function_does_not_take_are_refused_before_anythi
     tree[section.split(".")[0]] |= change
     with pytest.raises(ConfigError, match=rf"^{section}\.arguments"):
         check_environment(parse_config(tree, base=RECIPE.parent))
+
+
+def test_a_resumed_run_has_an_engine_with_another_random_stream_that_follows_from_the_seed(tmp_path, monkeypatch):
+    seeds = []
+
+    def noted(model: Path, **settings: object) -> TransformersEngine:
+        seeds.append(settings["seed"])
+        return TransformersEngine(model, **settings)
+
+    monkeypatch.setattr(training, "TransformersEngine", noted)
+    config = parse_config(yaml.safe_load(RECIPE.read_text(encoding="utf-8")), base=RECIPE.parent)
+    for version in (0, 0, 4, 4, 5):
+        training.build_engine(config, model=make_tiny_model(tmp_path / "model"), version=version)
+    assert seeds[:2] == [config.run.seed] * 2
+    assert seeds[2] == seeds[3]
+    assert len(set(seeds)) == 3
 
 
 def wait_for_a_file(cache: Path) -> None:
