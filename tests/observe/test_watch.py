@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,10 +17,12 @@ from asyncrl.config import dump_config, load_config
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import HEADER, PlainFace
 from asyncrl.observe.watch import Watch, find_run
-from asyncrl.paths import claim
+from asyncrl.paths import claim, is_claimed
 from tests.observe.rows import step_row
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic" / "quickstart.yaml"
+BOUND_S = 60.0
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
 SUMMARY = {"reward_first": 0.1, "reward_last": 0.9, "eval_before": None, "eval_after": 0.8, "steps": 2, "wall_s": 12.3}
 
 
@@ -192,3 +198,17 @@ def test_a_configuration_that_is_none_is_refused(run):
 
 def test_a_run_is_found_by_folder_or_by_name(run, tmp_path):
     assert find_run("runs/sums") == find_run("sums") == tmp_path / "runs" / "sums"
+
+
+@pytest.mark.slow
+def test_whoever_watches_may_stop_and_the_run_does_not_notice(run):
+    run.row(step_row(1))
+    command = [sys.executable, "-m", "asyncrl.cli", "watch", "runs/sums"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith("run sums: 100 steps")
+        watching.send_signal(signal.SIGINT)
+        _, errors = watching.communicate(timeout=BOUND_S)
+    assert (watching.returncode, errors) == (EXIT_OK, "")
+    assert is_claimed(run.folder)
