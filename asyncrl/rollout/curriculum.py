@@ -38,14 +38,15 @@ class PassRates:
         return self._judge(self._outcomes.get(row, ""))
 
     def has_expired(self, row: int, *, asked: int, rows: int | None) -> bool:
-        """Whether the verdict on a row is old enough to be looked at again."""
-        judged_at = self._judged_at[row]
+        """Whether the verdict on a row is old enough to be looked at again. One that other settings brought counts from now."""
+        judged_at = self._judged_at.setdefault(row, asked)
         holds = self._config.recheck_after_prompts or _PASSES_A_VERDICT_HOLDS * (rows or 0)
         return judged_at <= self._void_until or asked - judged_at >= holds
 
     def forget(self, row: int) -> None:
         """Judge it anew, by rollouts still to come."""
-        del self._outcomes[row], self._judged_at[row]
+        self._outcomes.pop(row, None)
+        self._judged_at.pop(row, None)
 
     def void(self, *, asked: int) -> None:
         """All verdicts of up to now have expired."""

@@ -85,6 +85,18 @@ def test_a_state_that_went_through_a_file_judges_as_before(observed, later, void
     assert [second.verdict(row) for row in range(6)] == [first.verdict(row) for row in range(6)]
 
 
+def test_verdicts_follow_the_settings_of_now_after_a_resume():
+    first, strict, patient = rates(), rates(solved_above=0.5, recheck_after_prompts=5), rates(min_rollouts=8)
+    for reward in (1.0, 0.0, 1.0, 0.0):
+        first.observe(3, reward, asked=10)
+    strict.restore(first.state())
+    patient.restore(first.state())
+    assert [judge.verdict(3) for judge in (first, strict, patient)] == [None, "solved", None]
+    assert [strict.has_expired(3, asked=asked, rows=1) for asked in (100, 104, 105)] == [False, False, True]
+    strict.forget(3)
+    assert strict.verdict(3) is None
+
+
 def ask(source: PromptSource, tokenizer: Tokenizer, count: int, *, reward: float | None = None, status: Status = Status.STOP) -> list[int]:
     """The rows asked next; each is rolled out four times. Row 0 is always solved, row 1 never, others half the time, unless `reward`."""
     rows = []
