@@ -114,6 +114,7 @@ async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
 
 async def _evaluate(run: Run, folder: RunFolder) -> Evaluation:
     evaluation = await run.evaluate()
+    assert evaluation.version == run.trainer.version, "best/ would hold other weights than those that answered"
     await folder.evaluated(run.index, evaluation, export=run.export)
     return evaluation
 
