@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig, Wandb, dump_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import Console
 from asyncrl.observe.health import RunSettings
-from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, rollout_rows
+from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, iterate_jsonl, rollout_rows
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, last_line, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
@@ -38,7 +38,6 @@ class RunFolder:
         self.path = folder = Path(config.run.folder) / config.run.name
         self._config, self._console = config, console
         self._wandb: WandbWriter | None = None
-        self._rows: list[dict[str, float]] = []
         self._evaluations: dict[int, float | None] = {}
         self._best = _best_weights(config, folder)
         self._began_s: float | None = None
@@ -71,7 +70,6 @@ class RunFolder:
         require_same_model(state.notes.get("config", {}), self._config)
         rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: row.get("trainer_step", row.get("eval_version", 0)) <= state.index)
         cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: row["step"] <= state.index)
-        self._rows = [{name: row[name] for name in SUMMARY_METRICS if name in row} for row in rows if "step" in row]
         self._evaluations = {row["eval/step/last"]: self._leading_reward(row) for row in rows if "eval_version" in row}
         self._wall_s = rows[-1]["wall_s"] if rows else 0.0
         self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
@@ -105,7 +103,6 @@ class RunFolder:
     def stepped(self, report: StepReport, *, decode: Callable[[Any], str]) -> None:
         """Note one step."""
         row = {"step": report.index, "version": report.version, **report.metrics}
-        self._rows.append({name: row[name] for name in SUMMARY_METRICS if name in row})
         self._write({"trainer_step": report.index, **row})
         if (report.index - 1) % self._config.run.rollouts_every_steps == 0:
             for rollout in rollout_rows(report.batch.groups[0], step=report.index, decode=decode):
@@ -134,16 +131,21 @@ class RunFolder:
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
-        summary = self._summary(account) | ({"ended_early": self._ended_early} if self._ended_early else {})
+        rows = self._steps()
+        summary = self._summary(account, rows=rows) | ({"ended_early": self._ended_early} if self._ended_early else {})
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        steps, rewards = reward_curve(self._rows)
+        steps, rewards = reward_curve(rows)
         evaluations = {step: reward for step, reward in self._evaluations.items() if reward is not None}
         plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=evaluations, title=self._config.run.name)
         self._console.end(last_line(summary, place=str(self.path)))
         return summary
 
-    def _summary(self, account: Account) -> dict[str, Any]:
-        rows = self._rows
+    def _steps(self) -> list[dict[str, float]]:
+        """What the summary needs of each step, from the file: held in memory, it would grow with every step."""
+        return [{name: row[name] for name in SUMMARY_METRICS if row.get(name) is not None}
+                for row in iterate_jsonl(self.path / "metrics.jsonl") if "trainer_step" in row]
+
+    def _summary(self, account: Account, *, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         first, last = edge_rewards(rows)
         evaluations = [reward for reward in self._evaluations.values() if reward is not None]
         return {

@@ -66,7 +66,8 @@ class Event:
 class MemoryRecorder:
     """Keeps the newest events and all batches whose step is not done. Lost with the process."""
 
-    def __init__(self, *, max_events: int = 100_000) -> None:
+    def __init__(self, *, max_events: int = 10_000) -> None:
+        # at 100 to 250 bytes an event, 2 MB at most: little beside the controller, and some hundred steps of a small run
         self._events: deque[Event] = deque(maxlen=max_events)
         self._next_number = 0
         self._open: dict[int, BatchRecord] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file; safe to call twice."""
         self._file.close()
+
+
+def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file `JsonlWriter` wrote, one at a time; a line that was not finished is left out."""
+    with path.open(encoding="utf-8") as lines:
+        yield from (row for line in lines if (row := _parsed(line)) is not None)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ EDGE_STEPS = 3
 SUMMARY_METRICS = ("step", "reward/total/mean", "reward/rollouts/sum", "rollout/tokens/sum", "staleness/token/max", "buffer/depth/last",
                    "buffer/length_bias/last", "engine/wait_frac/last", "trainer/wait_frac/last", "weights/sync_s/mean",
                    "weights/density/mean")
-"""What the summary needs of each step; the rest is in metrics.jsonl alone, so that a long run stays small in memory."""
+"""What the summary needs of each row of metrics.jsonl."""
 
 
 def edge_rewards(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
