@@ -16,7 +16,7 @@ from asyncrl import yaml_text
 from asyncrl.buffer.config import BufferConfig
 from asyncrl.errors import ConfigError
 from asyncrl.overrides import apply_overrides, parse_overrides
-from asyncrl.pairs import check_deadline, check_engine, check_evaluation, check_mixture, check_pairs
+from asyncrl.pairs import check_deadline, check_deterministic, check_engine, check_evaluation, check_mixture, check_pairs
 from asyncrl.recipe_files import find_recipe
 from asyncrl.references import resolve_references
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
@@ -52,6 +52,9 @@ class RunSection(Section):
     """Of sampling and of the engine's random stream; data and warm-up have seeds of their own."""
     folder: str = Field(default="runs", min_length=1)
     """Relative to the working folder. Prepared models are cached in it, for all its runs."""
+    deterministic: bool = False
+    """Two runs on one machine give the same bits. Needs the engine inline, and max_staleness 0 or the policy fixed_lag; each group is
+    sampled apart. docs/determinism.md says what is promised, and what it costs."""
     probe: ProbeConfig = ProbeConfig()
     """Whether engine and trainer agree, asked again and again."""
     error_budget: float = Field(default=0.5, ge=0, lt=1)
@@ -109,6 +112,9 @@ class RunConfig(Section):
         sampling.check(for_training=True)
         check_engine(self.engine, sampling=sampling, weights=self.weights)
         check_deadline(self.env, buffer=self.buffer)
+        if self.run.deterministic:
+            check_deterministic(self.buffer, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)},
+                                goes_by_rewards=self.prompts.goes_by_rewards)
         if isinstance(self.prompts, MixturePrompts):
             check_mixture(self.prompts, env=self.env, sampling=sampling, engine=self.engine, buffer=self.buffer, weights=self.weights)
         if isinstance(self.eval, SetsEval):

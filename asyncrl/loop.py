@@ -31,7 +31,7 @@ from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
 from asyncrl.observer import Means, Observer
-from asyncrl.pairs import check_pairs
+from asyncrl.pairs import check_deterministic, check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
 from asyncrl.rollout.engine import Engine, Interruption
@@ -77,6 +77,9 @@ class Run:
                       others=sources_of(asked for asked in self.options.eval_sets if asked.sampling is None))
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
         check_sets(self.options.eval_sets, engines=self.engines)
+        if self.options.deterministic:
+            check_deterministic(buffer.config, engines={part.name: part.capabilities for part in self.engines},
+                                goes_by_rewards=prompts.goes_by_rewards)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
@@ -260,15 +263,16 @@ class Run:
         for engine in self.engines:
             self.buffer.add_engine(engine.name, self.trainer.version)
         self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed,
-                                    error_budget=self.options.error_budget)
-        self.observer = Observer(Means(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s),
+                                    error_budget=self.options.error_budget, deterministic=self.options.deterministic)
+        self.observer = Observer(Means(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s,
+                                       self.options.deterministic),
                                  sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,
                                  probe=self.options.probe, weights=self.weights, trainer=self.trainer)
         await self.weights.start()
         self._meter = Meter(self.router)
 
     async def _start_trainer(self, checkpoint: Path | None) -> None:
-        await self.trainer.start(self.paths, weights=self.options.weights)
+        await self.trainer.start(self.paths, weights=self.options.weights, deterministic=self.options.deterministic)
         if checkpoint:
             await self.trainer.restore(checkpoint)
 

@@ -34,12 +34,13 @@ class Means:
     seed: int
     stall_timeout_s: float
     """How long a whole evaluation, or probe, may go without a rollout that ends."""
+    deterministic: bool = False
 
     async def roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int, purpose: str = "",
                        sampling: Samplings | None = None) -> list[Rollout]:
         """One rollout a prompt, counted in no ledger. The same prompts for the same purpose have the same seeds every time."""
         worker = RolloutWorker(self.router, self.env, sampling=sampling or self.sampling, ledger=Ledger(),
-                               seed=derive_seed(self.seed, purpose), error_budget=None)
+                               seed=derive_seed(self.seed, purpose), error_budget=None, deterministic=self.deterministic)
         return await roll_out_all(worker, prompts, group_id=group_id, stall_timeout_s=self.stall_timeout_s)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from asyncrl.buffer.config import BufferConfig, check_publish_interval
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.config import EngineConfig
-from asyncrl.rollout.engine import Interruption, require
+from asyncrl.rollout.engine import Capabilities, Interruption, require
 from asyncrl.rollout.eval_set import check_set_sampling
 from asyncrl.rollout.task_config import MixturePrompts, SetsEval, SingleTurnConfig
 from asyncrl.train.config import TrainConfig
@@ -67,6 +69,25 @@ def check_mixture(prompts: MixturePrompts, *, env: SingleTurnConfig, sampling: S
             check_engine(engine, sampling=source.sampling.over(sampling), weights=weights)
         except ConfigError as error:
             raise error.moved("sampling", f"{field}.sampling") from error
+
+
+def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilities], goes_by_rewards: bool) -> None:
+    """Raise ConfigError unless nothing that a run decides depends on time.
+
+    That is: which version writes a token, which requests are sampled together, and which prompt is next.
+    """
+    if buffer.policy.kind != "fixed_lag" and (buffer.policy.kind, buffer.max_staleness) != ("lease", 0):
+        raise ConfigError("run.deterministic, buffer.policy.kind, buffer.max_staleness",
+                          value=(True, buffer.policy.kind, buffer.max_staleness),
+                          allowed="fixed_lag, or lease with max_staleness 0, in a deterministic run",
+                          remedy="Else which version writes a token depends on time; choose the policy fixed_lag for stale data.")
+    if len(engines) != 1 or not all(engine.bit_reproducible for engine in engines.values()):
+        raise ConfigError("run.deterministic, engine.kind", value=(True, *engines),
+                          allowed="one engine, and one whose capabilities say bit_reproducible",
+                          remedy="Take the engine inline; others sample together whatever happens to wait.")
+    if goes_by_rewards:
+        raise ConfigError("run.deterministic, prompts.curriculum", value=(True, "pass_rate"), allowed="no curriculum in a deterministic run",
+                          remedy="Which rewards have come in when the next prompt is drawn depends on time; remove the curriculum.")
 
 
 def _the_context_holds_a_prompt_too(engine: EngineConfig, sampling: Sampling) -> None:

@@ -27,6 +27,8 @@ class RunOptions:
     """Or its fields as a mapping."""
     error_budget: float = 0.5
     """Share of the newest 64 rollouts, of all and of each source, that may fail; one more ends the run."""
+    deterministic: bool = False
+    """Two runs on one machine give the same bits; docs/determinism.md says what that needs and what it costs."""
     eval_sets: tuple[EvalSet, ...] = ()
     """Held-out sets, what `Run.evaluate` asks."""
     resume: Resume = None

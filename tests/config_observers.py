@@ -93,16 +93,19 @@ def engine_spec(config: RunConfig, scene: Scene) -> object:
 
 
 def inline_engine(config: RunConfig, scene: Scene) -> object:
-    """The dtype an inline engine loads its model in, its limits, and the sizes of its waves when three requests come at once."""
+    """The dtype an inline engine loads its model in, its limits, and size and threads of its waves when three requests come at once."""
+    threads = torch.get_num_threads()
     dtypes, waves, real_load, real_wave = [], [], loaded_model.load_model, inline_wave.Wave
 
     def load(folder: Path, *, dtype: str) -> object:
         dtypes.append(dtype)
         return real_load(folder, dtype="float32")
 
-    def wave(model: object, rows: list[object], **settings: object) -> object:
-        waves.append(len(rows))
-        return real_wave(model, rows, **settings)
+    class Watched(real_wave):
+        def step(self) -> Any:
+            size, ended = len(self.rows), super().step()
+            waves.append((size, torch.get_num_threads()))
+            return ended
 
     async def main() -> None:
         engine = training.build_engine(config, model=scene.model)
@@ -121,8 +124,11 @@ def inline_engine(config: RunConfig, scene: Scene) -> object:
         await engine.close()
 
     scene.patch.setattr(loaded_model, "load_model", load)
-    scene.patch.setattr(inline_wave, "Wave", wave)
-    asyncio.run(main())
+    scene.patch.setattr(inline_wave, "Wave", Watched)
+    try:
+        asyncio.run(main())
+    finally:
+        torch.set_num_threads(threads)
     return dtypes, waves
 
 

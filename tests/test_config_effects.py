@@ -115,6 +115,7 @@ FLIPS: dict[str, Flip] = {
         "env.reward": f"{TASK}:always_two", "env.workers": 2, "env.timeout_s": 3.0, "env.memory_bytes": 10**8,
         "sampling.temperature": 0.7, "sampling.max_new_tokens": 5, "sampling.stop": ["="]}.items()},
     "engine.kind": flip({"kind": "inline"}, see.processes), "engine.inline.dtype": flip("bfloat16", see.inline_engine),
+    "engine.inline.threads": flip(2, see.inline_engine),
     "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
     **{f"engine.transformers.{name}": flip(value, see.engine_spec) for name, value in {
         "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_tokens": 4096,
@@ -173,6 +174,7 @@ FLIPS: dict[str, Flip] = {
     "eval.sets.best.keep.metric": flip("pass_at_1", see_eval.kept, eval=TWO_SETS),
     "run.name": flip("other", see.folder), "run.folder": flip("elsewhere", see.folder), "run.steps": flip(6, see.course),
     "run.seed": flip(3, see.engine_spec), "run.rollouts_every_steps": flip(2, see.folder),
+    "run.deterministic": flip(True, see.parts, engine={"kind": "inline"}, buffer__max_staleness=0),
     "run.probe.every_steps": flip(2, see.parts), "run.probe.prompts": flip(2, see.parts), "run.probe.max_mean_gap": flip(0.5, see.parts),
     "run.error_budget": flip(0.25, see.parts),
     "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}

@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError
 LAG = "buffer.policy={kind: fixed_lag, lag_steps: 1}"
 WINDOW = "buffer.window, buffer.max_staleness, weights.publish_every_steps"
 RANKS = "trainer.processes, trainer.minibatches_per_step, buffer.groups_per_step, buffer.group_size"
+STALE = "run.deterministic, buffer.policy.kind, buffer.max_staleness"
 REFUSED: list[tuple[list[str], str]] = [
     (["correction=null"], "correction, buffer.max_staleness"),
     (["correction=null", "buffer.max_staleness=0", "buffer.policy=soft"], "correction, buffer.max_staleness"),
@@ -42,8 +43,15 @@ REFUSED: list[tuple[list[str], str]] = [
      "trainer.schedule.warm_up_steps, trainer.schedule.total_steps"),
     (["correction={kind: icepop, mask_low: 5}"], "correction.mask_low, correction.mask_high"),
     (["correction.truncate_high=1e9"], "correction.truncate_high"),
+    (["run.deterministic=true"], STALE), (["run.deterministic=true", "buffer.max_staleness=0", "buffer.policy=soft"], STALE),
+    (["run.deterministic=true", "buffer.max_staleness=0"], "run.deterministic, engine.kind"),
+    (["run.deterministic=true", "buffer.max_staleness=0", "engine.kind=vllm"], "run.deterministic, engine.kind"),
+    (["run.deterministic=true", "buffer.max_staleness=0", "engine.kind=inline", "prompts.curriculum={kind: pass_rate}"],
+     "run.deterministic, prompts.curriculum"),
     (["loss.kind=ppo"], "loss.kind, correction.kind"), (["loss.max_tokens=4"], "loss.aggregation, loss.max_tokens")]
 ACCEPTED: list[list[str]] = [
+    ["run.deterministic=true", "engine.kind=inline", "buffer.max_staleness=0"],
+    ["run.deterministic=true", "engine.kind=inline", LAG, "weights.interruption=drain"],
     ["correction=null", "buffer.max_staleness=0"], [LAG, "weights.interruption=drain", "weights.drain_timeout_s=5"],
     ["trainer.minibatches_per_step=32"], ["trainer.processes=16", "trainer.minibatches_per_step=32"], ["buffer.window=65"],
     ["weights.publish_every_steps=3", "eval.kind=none"], ["buffer.depth_groups=87"], ["buffer.depth_groups=32"],

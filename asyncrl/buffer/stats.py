@@ -18,6 +18,7 @@ class BufferStats:
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """Empty, or going on from a `state`."""
         self._bag = Metrics()
+        self._rewards: list[tuple[int, int, str, float, Mapping[str, float]]] = []
         self._trained = Count(*state["trained"]) if state else Count()
         self._decided = Count(*state["decided"]) if state else Count()
         self._histogram: Counter[int] = Counter(state["histogram"]) if state else Counter()
@@ -58,15 +59,8 @@ class BufferStats:
 
     def rewarded(self, rollouts: Iterable[Rollout]) -> None:
         """The fate of these is decided. Taken groups count, and those dropped for equal rewards: the mean is that before the filter."""
-        for rollout in rollouts:
-            if rollout.status.is_error:
-                continue
-            self._bag.sum("reward/rollouts/sum", 1)
-            self._bag.mean("reward/total/mean", rollout.reward, count=1)
-            self._bag.mean("reward/zero_or_one/frac", rollout.reward in (0.0, 1.0), count=1)
-            self._bag.mean(f"reward/source.{rollout.source}/mean", rollout.reward, count=1)
-            for name, value in rollout.rewards.items():
-                self._bag.mean(f"reward/function.{name}/mean", value, count=1)
+        self._rewards += [(rollout.group_id, rollout.index, rollout.source, rollout.reward, rollout.rewards)
+                          for rollout in rollouts if not rollout.status.is_error]
 
     def train(self, batch: Batch) -> None:
         """A step was made on the batch."""
@@ -95,6 +89,7 @@ class BufferStats:
     def drain(self, gauges: Mapping[str, float]) -> Metrics:
         """Everything since the last drain, and the gauges as they stand."""
         bag, self._bag = self._bag, Metrics()
+        self._add_rewards(bag)
         for name, value in gauges.items():
             bag.last(f"buffer/{name}/last", value)
         if self.length_bias is not None:
@@ -102,6 +97,17 @@ class BufferStats:
         for staleness, tokens in self.staleness_tokens.items():
             bag.last(f"staleness/tokens_at_{staleness}/last", tokens)
         return bag
+
+    def _add_rewards(self, bag: Metrics) -> None:
+        """In order of group and index, whichever came first: the last bits of a sum depend on its order."""
+        taken, self._rewards = sorted(self._rewards, key=lambda entry: entry[:2]), []
+        for _, _, source, reward, by_function in taken:
+            bag.sum("reward/rollouts/sum", 1)
+            bag.mean("reward/total/mean", reward, count=1)
+            bag.mean("reward/zero_or_one/frac", reward in (0.0, 1.0), count=1)
+            bag.mean(f"reward/source.{source}/mean", reward, count=1)
+            for name, value in by_function.items():
+                bag.mean(f"reward/function.{name}/mean", value, count=1)
 
 
 def _tokens(rollouts: Iterable[Rollout]) -> int:

@@ -33,6 +33,13 @@ def sampling_of(sampling: Samplings, source: str) -> Sampling:
     return sampling if isinstance(sampling, Sampling) else of_source(sampling, source, field="sampling")
 
 
+def asks_at_once(env: Env, source: str) -> bool:
+    """Whether a rollout's first request goes out with no wait before it, and is its only one: so that those of a group come together."""
+    if isinstance(env, BySource):
+        env = env.of(source)
+    return isinstance(env, SingleTurn) and type(env).run is SingleTurn.run
+
+
 class BySource:
     """An environment for each source of prompts; the same one may stand for several. Reward workers of all have one zygote.
 
@@ -45,6 +52,11 @@ class BySource:
         every = [*envs.values(), *([otherwise] if otherwise is not None else [])]
         self._distinct = list({id(env): env for env in every}.values())
 
+    def of(self, source: str) -> Env:
+        """The environment of one source. Raises ConfigError when there is none."""
+        env = self._envs.get(source, self._otherwise)
+        return of_source(self._envs, source, field="env") if env is None else env
+
     def start(self, logs: Path, tokenizer: Tokenizer) -> None:
         """Start each environment once."""
         together = [env for env in self._distinct if isinstance(env, SingleTurn) and type(env).start is SingleTurn.start]
@@ -55,10 +67,7 @@ class BySource:
 
     async def run(self, prompt: Prompt, session: Session) -> Outcome:
         """One rollout in the environment of the prompt's source. Raises ConfigError when there is none, and what that one raises."""
-        env = self._envs.get(prompt.source, self._otherwise)
-        if env is None:
-            env = of_source(self._envs, prompt.source, field="env")
-        return await env.run(prompt, session)
+        return await self.of(prompt.source).run(prompt, session)
 
     async def close(self) -> None:
         """End every worker of every environment."""

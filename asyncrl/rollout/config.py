@@ -50,6 +50,8 @@ class InlineEngineConfig(Section):
     kind: Literal["inline"] = "inline"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
+    threads: Workers = 1
+    """CPU threads of each forward."""
     max_batch_requests: int = Field(default=512, ge=1)
     """Most requests of one wave; later ones wait for the next."""
     context_tokens: int | None = Field(default=None, ge=2)

@@ -81,3 +81,8 @@ class DataSettings(Section):
     """Longer prompts are passed over and counted; None passes over those alone that leave no room in the engine's context."""
     curriculum: CurriculumConfig = NoCurriculum()
     """`none` or `{kind: pass_rate, …}`."""
+
+    @property
+    def goes_by_rewards(self) -> bool:
+        """Whether the rewards that have come in decide what is asked next."""
+        return isinstance(self.curriculum, PassRateCurriculum)

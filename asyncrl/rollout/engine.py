@@ -38,6 +38,7 @@ class Capabilities:
     per_request_temperature: bool
     stop_strings: bool
     bit_reproducible: bool
+    """The requests of one `wave` give the same bits whenever they come and whatever else runs."""
     context_tokens: int
     """Prompt plus completion may not exceed this."""
     lowest_temperature: float = 0.0
@@ -61,6 +62,9 @@ class GenerationRequest:
     """`max_new_tokens` is what is left of the budget."""
     seed: int
     """Of this request's random stream; ignored by engines without `per_request_seed`."""
+    wave: str | None = None
+    """Sampled together with the requests of the same wave that wait, and no other, by engines that are `bit_reproducible`: how many
+    rows a matrix product has may change its last bits. None: with whatever waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

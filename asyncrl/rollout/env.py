@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import LARGEST_REWARD, Prompt, Sampling, Sequence, SequenceBuilder, Status
+
+Waves = Literal["any", "group", "own"]
+"""With whom a bit-reproducible engine samples a request: with whatever waits, with its group, alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +62,9 @@ class Session:
     given; where it contradicts it (a template that rewrites history), a new sequence starts and the fork is counted.
     """
 
-    def __init__(self, router: Router, *, key: RolloutKey, seed: int, sampling: Sampling, ledger: Ledger) -> None:
-        self.key, self.sampling = key, sampling
+    def __init__(self, router: Router, *, key: RolloutKey, seed: int, sampling: Sampling, ledger: Ledger,
+                 waves: Waves = "any") -> None:
+        self.key, self.sampling, self._waves = key, sampling, waves
         self._router, self._seed, self._ledger = router, seed, ledger
         self._done: list[Sequence] = []
         self._builder: SequenceBuilder | None = None
@@ -104,8 +108,10 @@ class Session:
         return Turn(written.tokens[start:], written.rollout_logprobs[start:], finish or Status.LENGTH)
 
     async def _stream(self, builder: SequenceBuilder, sampling: Sampling) -> Status:
-        request = GenerationRequest(request_id=".".join(map(str, (*self.key, self._requests))), tokens=builder.tokens, sampling=sampling,
-                                    seed=derive_seed(self._seed, self._requests))
+        request_id = ".".join(map(str, (*self.key, self._requests)))
+        wave = {"any": None, "group": str(self.key[0]), "own": request_id}[self._waves]
+        request = GenerationRequest(request_id=request_id, tokens=builder.tokens, sampling=sampling,
+                                    seed=derive_seed(self._seed, self._requests), wave=wave)
         self._requests += 1
         written = 0
         try:

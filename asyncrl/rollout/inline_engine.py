@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class InlineEngine:
     """Requests that are waiting when a wave starts are sampled together, in arrival order, and the wave runs to its end.
 
-    The same requests in the same order give the same bits. Every token blocks the event loop for one forward pass. `settings`
-    are the fields of `InlineEngineConfig`. Raises ConfigError.
+    Requests that name a wave share it with those of the same name alone. The same requests in the same order give the same bits.
+    Every token blocks the event loop for one forward pass. `settings` are the fields of `InlineEngineConfig`. Raises ConfigError.
     """
 
     def __init__(self, model: str | Path, *, name: str = "inline", **settings: Any) -> None:
@@ -150,13 +150,21 @@ class InlineEngine:
                 seen = len(self._waiting)
                 await asyncio.sleep(0)
             else:
-                return [self._waiting.popleft() for _ in range(min(seen, self._config.max_batch_requests))]
+                return self._take_wave()
+
+    def _take_wave(self) -> list[Row]:
+        """The oldest waiting row, and those that may be sampled with it."""
+        name = self._waiting[0].request.wave
+        rows = [row for row in self._waiting if row.request.wave == name][:self._config.max_batch_requests]
+        taken = {id(row) for row in rows}
+        self._waiting = deque(row for row in self._waiting if id(row) not in taken)
+        return rows
 
     async def _run_wave(self, rows: list[Row]) -> None:
         from asyncrl.rollout.inline_wave import Wave
 
         assert self._model is not None
-        wave = self._wave = Wave(self._model, rows, eos_tokens=self._facts.eos_tokens)
+        wave = self._wave = Wave(self._model, rows, eos_tokens=self._facts.eos_tokens, threads=self._config.threads)
         self._wave_ended.clear()
         while wave.rows:
             if self._paused is not None:

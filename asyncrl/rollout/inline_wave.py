@@ -53,8 +53,9 @@ class Row:
 class Wave:
     """Rows that are sampled together, one token each a step, until every one has ended."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[Row], *, eos_tokens: frozenset[int]) -> None:
+    def __init__(self, model: PreTrainedModel, rows: list[Row], *, eos_tokens: frozenset[int], threads: int) -> None:
         self.rows = list(rows)
+        self._threads = threads
         self._model = model
         self._eos_tokens = eos_tokens
         self._device = model.device
@@ -80,6 +81,7 @@ class Wave:
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, Status]]:
         """Sample one token for each row; the rows that ended leave the wave. A broken row of logits ends its row without a token."""
+        torch.set_num_threads(self._threads)  # a trainer in this process has a number of its own
         logits = self._prefill() if self._cache is None else self._decode()
         temperatures = torch.tensor([row.request.sampling.temperature for row in self.rows], device=self._device, dtype=torch.float32)
         draws = np.asarray([row.generator.random() for row in self.rows])

@@ -67,6 +67,11 @@ class PromptSource:
                 self._cursor += 1
                 yield prompt
 
+    @property
+    def goes_by_rewards(self) -> bool:
+        """Whether the rewards that have come in decide what is asked next."""
+        return any(source.goes_by_rewards for source in self._sources)
+
     def skip(self, prompt: Prompt, reason: str) -> None:
         """Count a prompt that was handed out and cannot be asked."""
         self._source_of(prompt).skip(prompt, reason)

@@ -40,6 +40,11 @@ class Source:
         self._first_rows: dict[tuple[str, str], dict[int | None, None]] = {}
 
     @property
+    def goes_by_rewards(self) -> bool:
+        """Whether the rewards that have come in decide what is asked next."""
+        return self._settings.goes_by_rewards
+
+    @property
     def skipped(self) -> int:
         """How many prompts have been passed over."""
         return sum(count for (what, _), count in self._counts.items() if what.startswith(_SKIPPED))

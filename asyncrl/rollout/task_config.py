@@ -131,6 +131,11 @@ class MixturePrompts(Section):
     sources: dict[str, SourceConfig] = Field(min_length=1)
     """By the name that their prompts, and their metrics, get."""
 
+    @property
+    def goes_by_rewards(self) -> bool:
+        """Whether the rewards that have come in decide what is asked next."""
+        return any(source.goes_by_rewards for source in self.sources.values())
+
 
 PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts | MixturePrompts, TAGGED]
 

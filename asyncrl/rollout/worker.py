@@ -8,8 +8,8 @@ import traceback
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
-from asyncrl.rollout.by_source import Samplings, sampling_of
-from asyncrl.rollout.env import Env, Outcome, Session
+from asyncrl.rollout.by_source import Samplings, asks_at_once, sampling_of
+from asyncrl.rollout.env import Env, Outcome, Session, Waves
 from asyncrl.rollout.error_budget import ErrorBudget
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
@@ -34,13 +34,16 @@ class RolloutWorker:
         ledger: told of every token as it arrives.
         seed: of the run; each rollout's own is derived from it, its group and its index.
         error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`; None sets no limit.
+        deterministic: what a rollout gets must not depend on what else the engine is asked. Where the requests of a group come at once,
+            as from `SingleTurn`, they are sampled together; elsewhere each is sampled alone.
     """
 
     def __init__(self, router: Router, env: Env, *, sampling: Samplings, ledger: Ledger, seed: int,
-                 error_budget: float | None = 0.5) -> None:
+                 error_budget: float | None = 0.5, deterministic: bool = False) -> None:
         self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
         self._seed, self._budget = seed, None if error_budget is None else ErrorBudget(error_budget)
         self._sessions: dict[RolloutKey, Session] = {}
+        self._deterministic = deterministic
 
     def in_flight(self) -> Count:
         """Tokens written so far by the rollouts that run now, counted from their sessions."""
@@ -57,7 +60,8 @@ class RolloutWorker:
         """
         key = (group_id, index, 0)
         sampling = sampling_of(self._sampling, prompt.source)
-        session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=sampling, ledger=self._ledger)
+        session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=sampling, ledger=self._ledger,
+                          waves=self._waves(prompt.source))
         self._sessions[key] = session
         began_s, error = now_s(), ""
         try:
@@ -81,6 +85,11 @@ class RolloutWorker:
         return Rollout(prompt_id=prompt.prompt_id, group_id=group_id, index=index, source=prompt.source, status=outcome.status,
                        sequences=_without_gradient(sequences) if outcome.status.is_error else sequences, rewards=outcome.rewards,
                        sampling=sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
+
+    def _waves(self, source: str) -> Waves:
+        if not self._deterministic:
+            return "any"
+        return "group" if asks_at_once(self._env, source) else "own"
 
 
 def _is_cancelled(failure: BaseException) -> bool:

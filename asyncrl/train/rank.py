@@ -33,6 +33,8 @@ class RankTrainer:
     """The state of one rank. `handlers` are its operations; every rank gets the same calls in the same order."""
 
     def __init__(self, spec: RankSpec) -> None:
+        self._was_deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(spec.deterministic or self._was_deterministic)
         torch.set_num_threads(spec.config.trainer.threads)
         self._spec = spec
         policy = load_policy(Path(spec.model))
@@ -113,7 +115,8 @@ class RankTrainer:
         export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks)
 
     def close(self) -> None:
-        """Finish what is being written, leave the process group."""
+        """Finish what is being written, leave the process group, and torch as it was."""
+        torch.use_deterministic_algorithms(self._was_deterministic)
         self._writer.shutdown()
         self._ranks.close()
 

@@ -42,9 +42,13 @@ class InlineRank:
         from asyncrl.train.rank import RankTrainer
 
         self._rank = RankTrainer(spec)
+        self._threads = spec.config.trainer.threads
 
     async def call(self, op: str, body: Mapping[str, Any], *, arrays: Mapping[str, NDArray[Any]], timeout_s: float) -> list[Reply]:
         """Runs in this thread, to its end."""
+        import torch
+
+        torch.set_num_threads(self._threads)  # an engine in this process has a number of its own
         result = self._rank.handlers()[op](Request(op, body=body, arrays=arrays))
         return [result if isinstance(result, Reply) else Reply(result or {})]
 
@@ -66,6 +70,8 @@ class ChildRanks:
     async def start(cls, specs: Sequence[RankSpec], *, logs: Path, start_timeout_s: float) -> ChildRanks:
         """All ranks up and connected, or an error and none left."""
         env = {"OMP_NUM_THREADS": str(specs[0].config.trainer.threads), "GLOO_SOCKET_IFNAME": "lo"}
+        if specs[0].deterministic:
+            env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may use another algorithm every time, and torch refuses it
         starts = [asyncio.create_task(Child.start("asyncrl.train.rank", name=f"trainer-{spec.rank}", spec=spec.to_wire(), logs=logs,
                                                   env=env, start_timeout_s=start_timeout_s)) for spec in specs]
         try:

@@ -24,6 +24,8 @@ class RankSpec:
     """Folder of published versions."""
     published_dtype: Literal["bfloat16", "float32"]
     config: TrainConfig
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time; torch raises where it has none."""
 
     def to_wire(self) -> dict[str, Any]:
         """A form msgpack can carry; `from_wire` gives the spec back."""

@@ -74,6 +74,7 @@ class Trainer:
         self._starts = self._restarts_in_row = self._nonfinite_in_row = 0
         self._since_last_step = Metrics()
         self._ranks: RankGroup | None = None
+        self._deterministic = False
         self._paths: RunPaths
         self._publication: Publication
 
@@ -93,9 +94,12 @@ class Trainer:
         every = self.config.trainer.checkpoint_every_steps
         return every is not None and self.version % every == 0 and self.version != self._checkpointed
 
-    async def start(self, paths: RunPaths, *, weights: WeightsConfig | None = None) -> None:
-        """Bring the ranks up with the initial model. Raises ConfigError, ChildDied or TimeoutError, leaving no process."""
-        self._paths = paths
+    async def start(self, paths: RunPaths, *, weights: WeightsConfig | None = None, deterministic: bool = False) -> None:
+        """Bring the ranks up with the initial model; `deterministic` holds torch to algorithms that give the same bits every time.
+
+        Raises ConfigError, ChildDied or TimeoutError, leaving no process.
+        """
+        self._paths, self._deterministic = paths, deterministic
         self._publication = Publication(paths.weights, config=weights or WeightsConfig())
         await self._start_ranks()
 
@@ -226,7 +230,8 @@ class Trainer:
         self._starts += 1
         specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=max(1, settings.processes),
                           rendezvous=str(rendezvous) if rendezvous else None, store=str(self._paths.weights),
-                          published_dtype=self._publication.dtype, config=self.config) for rank in range(max(1, settings.processes))]
+                          published_dtype=self._publication.dtype, config=self.config, deterministic=self._deterministic)
+                 for rank in range(max(1, settings.processes))]
         self._ranks = (await ChildRanks.start(specs, logs=self._paths.logs, start_timeout_s=settings.start_timeout_s)
                        if settings.processes else InlineRank(specs[0]))
 

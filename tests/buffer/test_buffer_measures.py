@@ -117,6 +117,18 @@ def test_staleness_and_length_bias_are_measured():
     run_virtual(main())
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_the_order_in_which_groups_end_changes_no_bit_of_a_mean(order):
+    async def main():
+        buffer = make_buffer(groups_per_step=3, max_staleness=1, window=1)
+        await admit_all(buffer, most=3)
+        for group_id in order:
+            complete_group(buffer, group_id, version=0, rewards=((0.1, 0.1), (0.7, 0.7), (0.3, 0.3))[group_id])
+        assert buffer.metrics().result()["reward/total/mean"] == (0.1 + 0.1 + 0.7 + 0.7 + 0.3 + 0.3) / 6
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(("discards", "share", "bias"), [(False, 0.25, 1.0), (True, 0.0, 2.0 / 4.0)])
 def test_slow_prompts_keep_their_share_unless_they_are_discarded_and_then_it_shows(discards, share, bias):
     async def main():

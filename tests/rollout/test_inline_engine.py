@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ChildDied, EngineError, WeightSyncError, WrongBase
-from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout import inline_wave
+from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.inline_wave import KeptSets, sample
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
@@ -59,6 +60,31 @@ def test_the_same_requests_give_the_same_bits_whatever_ran_before(model: Publish
             results.append(rig.run(main(rig, warm=warm)))
             rig.run(rig.engine.close())
     assert results[0] == results[1]
+
+
+def test_a_wave_that_is_named_has_nobody_else_in_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    waves: list[list[str]] = []
+
+    class Watched(inline_wave.Wave):
+        def __init__(self, model: object, rows: list[inline_wave.Row], **settings: object) -> None:
+            waves.append([row.request.request_id for row in rows])
+            super().__init__(model, rows, **settings)  # type: ignore[arg-type]
+
+    async def one(number: int, wave: str | None) -> bytes:
+        request = GenerationRequest(f"{wave}{number}", rig.prompts[number], Sampling(max_new_tokens=6), seed=number, wave=wave)
+        chunks = [chunk async for chunk in rig.engine.generate(request)]
+        return b"".join(chunk.tokens.tobytes() + chunk.logprobs.tobytes() for chunk in chunks)
+
+    async def main() -> None:
+        await rig.begin()
+        alone = await asyncio.gather(one(0, "a"), one(2, "a"))
+        waves.clear()
+        among_others = await asyncio.gather(one(0, "a"), one(1, "b"), one(0, None), one(2, "a"), one(3, None), one(2, "b"))
+        assert waves == [["a0", "a2"], ["b1", "b2"], ["None0", "None3"]]
+        assert [among_others[0], among_others[3]] == alone
+
+    monkeypatch.setattr(inline_wave, "Wave", Watched)
+    rig.run(main())
 
 
 def test_deltas_give_the_bits_of_an_engine_that_started_with_the_newest_version(model: PublishedModel) -> None:
