@@ -24,7 +24,7 @@ from machine import ROOT, commit, machine
 
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.loop import Run
-from asyncrl.observe.console import open_console
+from asyncrl.observe.console import Console, open_console
 from asyncrl.rollout.engine import GenerationRequest
 from asyncrl.rollout.fake_engine import FakeEngine
 from asyncrl.run_folder import RunFolder
@@ -74,8 +74,7 @@ def configuration(folder: Path, *, model: Path, processes: int, steps: int) -> R
 async def measure(folder: Path, *, model: Path, processes: int, steps: int) -> dict[str, Any]:
     """One run with a scripted engine in the place of its own: MB by process, at every `EVERY_STEPS` steps, and seconds a step."""
     config = configuration(folder, model=model, processes=processes, steps=steps)
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        written = RunFolder(config, console=open_console(stdout=nowhere, stderr=nowhere))
+    written = RunFolder(config, console=silent())
     parts, engine = build(config, model=model), FakeEngine(scribble, token_s=0.0, eos_tokens=frozenset({END_TOKEN}))
     run = Run(prompts=parts.prompts, engine=engine, env=parts.env, sampling=parts.sampling, buffer=parts.buffer, trainer=parts.trainer,
               options=parts.options)
@@ -96,6 +95,12 @@ async def measure(folder: Path, *, model: Path, processes: int, steps: int) -> d
     written.close()
     return {"step_s": round(step_s, 4), "steps": at_steps,
             "resident_mb": {name: [row[name] for row in resident_mb] for name in resident_mb[-1]}}
+
+
+def silent() -> Console:
+    """The console of a log file, whose lines go nowhere."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        return open_console(stdout=nowhere, stderr=nowhere)
 
 
 def resident() -> dict[str, float]:
