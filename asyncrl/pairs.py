@@ -86,7 +86,8 @@ def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilit
                           allowed="one engine, and one whose capabilities say bit_reproducible",
                           remedy="Take the engine inline; others sample together whatever happens to wait.")
     if goes_by_rewards:
-        raise ConfigError("run.deterministic, prompts.curriculum", value=(True, "pass_rate"), allowed="no curriculum in a deterministic run",
+        raise ConfigError("run.deterministic, prompts.curriculum", value=(True, "pass_rate"),
+                          allowed="no curriculum in a deterministic run",
                           remedy="Which rewards have come in when the next prompt is drawn depends on time; remove the curriculum.")
 
 

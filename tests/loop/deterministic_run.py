@@ -69,7 +69,7 @@ async def main(model: str, folder: str, settings: dict[str, Any]) -> None:
         async for report in run.steps(settings["steps"]):
             evaluation = await run.evaluate()
             state_hash = (await run.trainer.publish()).state_hash
-            print(report.index, digest(report.batch), timeless(report.metrics), timeless(evaluation.metrics), f"{state_hash:016x}", flush=True)
+            print(report.index, digest(report.batch), timeless(report.metrics), timeless(evaluation.metrics), f"{state_hash:016x}")
         dropped = run.account().dropped
         await run.trainer.export(Path(folder) / "model")
     print("dropped", sorted(dropped.items()))

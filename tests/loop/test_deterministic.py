@@ -39,7 +39,7 @@ def lines(model: Path, folder: Path, *, hash_seed: int, **settings: Any) -> list
     """What a run in a process of its own prints."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "deterministic_run.py"), str(model), str(folder), json.dumps({"steps": 4} | settings)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
