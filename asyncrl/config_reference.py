@@ -16,7 +16,7 @@ from asyncrl.settings import kinds_of, members_of
 
 _INTRODUCTION = """# Configuration
 
-Made from the settings by `python -m asyncrl.config_reference`; a test compares the two. `asyncrl schema` prints the same as a JSON schema,
+Made from the settings by `make reference`; a test compares the two. `asyncrl schema` prints the same as a JSON schema,
 by which editors complete and check: a recipe's first line names it, `# yaml-language-server: $schema=../schema.json`.
 
 A recipe is a YAML mapping of the sections below. On the command line `section.key=value` replaces one value, which is YAML too; a key
@@ -36,49 +36,61 @@ _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def reference() -> str:
     """The page."""
-    docs = field_docs(RunConfig)
-    sections = [f"## {name}\n\n{docs[name]}\n\n" + "\n".join(_section(name, field.annotation))
-                for name, field in RunConfig.model_fields.items()]
-    return "\n".join([_INTRODUCTION, *sections])
+    return "\n".join([_INTRODUCTION, *_Page().sections(RunConfig, path="", level=2)])
 
 
-def _section(path: str, annotation: Any) -> Iterator[str]:
-    """Each kind that may stand at `path`: what it is, its settings, and the sections in it."""
-    members = members_of(annotation)
-    for member in members:
-        kind = f"kind: {kinds_of(member)[0]}" if kinds_of(member) else ""
-        if len(members) > 1 or "." in path:
-            yield f"### {path}{f' — {kind}' if kind else ''}\n"
-        yield f"{inspect.getdoc(member)}\n"
-        yield from _table(member)
-        for name, field in member.model_fields.items():
-            if members_of(field.annotation):
-                below = f"{path}.{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
-                yield from _section(below, field.annotation)
+class _Page:
+    """What is written so far: a section that stands in several places is told where it stands first."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[Any, ...], str] = {}
+
+    def sections(self, parent: type[BaseModel], *, path: str, level: int) -> Iterator[str]:
+        """A heading for each section in `parent`, with the kinds that may stand there, and the sections in those."""
+        for name, field in parent.model_fields.items():
+            members, place = tuple(members_of(field.annotation)), _place(path, name, field)
+            if members and members not in self._told:
+                self._told[members] = place
+                yield f"{'#' * level} {place}\n\n{field_docs(parent)[name]}\n"
+                for member in members:
+                    yield from self._kind(member, path=place)
+                for member in members:
+                    yield from self.sections(member, path=place, level=3)
+
+    def _kind(self, section: type[BaseModel], *, path: str) -> Iterator[str]:
+        kind = f"**`kind: {kinds_of(section)[0]}`** " if kinds_of(section) else ""
+        yield f"{kind}{inspect.getdoc(section)}\n"
+        docs = field_docs(section)
+        cells = [(f"`{name}`", self._type(field, place=_place(path, name, field)), _default(field), _range(field), docs[name])
+                 for name, field in section.model_fields.items() if name != "kind"]
+        if cells:
+            rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+            yield "\n".join(["| key | type | default | range | meaning |", "|---|---|---|---|---|", *rows, ""])
+
+    def _type(self, field: FieldInfo, *, place: str) -> str:
+        members = tuple(members_of(field.annotation))
+        if not members:
+            return _type(field.annotation)
+        link = f"[section](#{self._told.get(members, place).lower().replace('.', '')})"
+        return f"{link} by name" if get_origin(field.annotation) is dict else link
 
 
-def _table(section: type[BaseModel]) -> Iterator[str]:
-    docs = field_docs(section)
-    cells = [(f"`{name}`", _type(field.annotation), _default(field), _range(field), docs.get(name, "").replace("|", "\\|"))
-             for name, field in section.model_fields.items() if name != "kind"]
-    rows = [f"| {' | '.join(row)} |" for row in cells]
-    if rows:
-        yield "\n".join(["| key | type | default | range | meaning |", "|---|---|---|---|---|", *rows, ""])
+def _place(path: str, name: str, field: FieldInfo) -> str:
+    """Where a user writes it; NAME is his own."""
+    return ".".join(filter(None, (path, name, "NAME" if get_origin(field.annotation) is dict and members_of(field.annotation) else "")))
 
 
 def _type(annotation: Any) -> str:
-    """In words, sections as such: what they hold has tables of its own."""
+    """Of a value, in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin is dict:
-        return "sections by name" if members_of(annotation) else f"{_type(parts[1])} by name"
+        return f"{_type(parts[1])} by name"
     if origin is tuple:
         return f"list of {_type(parts[0])}" if parts[-1] is Ellipsis else f"{len(parts)} × {_type(parts[0])}"
-    if members_of(annotation):
-        return "section"
     if origin in (Union, types.UnionType):
         return " or ".join(_type(part) for part in parts if part is not type(None))
     return _NUMBERS[annotation]
@@ -110,7 +122,7 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
             yield from _bounds(item.metadata)
         for name, sign in _BOUNDS.items():
             if hasattr(item, name):
-                yield f"{sign} {getattr(item, name):,}".replace(",", " ")
+                yield f"{sign} {getattr(item, name):,}".replace(",", " ").removesuffix(".0")
 
 
 if __name__ == "__main__":

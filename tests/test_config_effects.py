@@ -80,6 +80,7 @@ def flip(value: Any, observe: Observer, **around: Any) -> Flip:
 NO_CORRECTION = {"correction": "none"}
 WARM = {"model": MADE_MODEL}
 DRAIN = {"weights__interruption": "drain"}
+VLLM = {"engine": {"kind": "vllm"}}
 TWO_SETS = {"kind": "sets", "sets": {name: {"prompts": FUNCTION_DATA, "pass_at": [1]} for name in (OWN, "two")}}
 FLIPS: dict[str, Flip] = {
     "model.kind": flip(MADE_MODEL, see.processes), "model.folder.path": flip("another", see.prepared),
@@ -113,7 +114,8 @@ FLIPS: dict[str, Flip] = {
     **{f"prompts.mixture.sources.{kind}.weight": flip(3.0, see_data.asked) for kind in ("function", "jsonl")},
     **{f"prompts.mixture.sources.{kind}.{name}": flip(value, see.parts) for kind in ("function", "jsonl") for name, value in {
         "env.reward": f"{TASK}:always_two", "env.workers": 2, "env.timeout_s": 3.0, "env.memory_bytes": 10**8,
-        "sampling.temperature": 0.7, "sampling.max_new_tokens": 5, "sampling.stop": ["="]}.items()},
+        "sampling.temperature": 0.7, "sampling.max_new_tokens": 5}.items()},
+    **{f"prompts.mixture.sources.{kind}.sampling.stop": flip(["="], see.parts, **VLLM) for kind in ("function", "jsonl")},
     "engine.kind": flip({"kind": "inline"}, see.processes), "engine.inline.dtype": flip("bfloat16", see.inline_engine),
     "engine.inline.threads": flip(2, see.inline_engine),
     "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
@@ -126,7 +128,8 @@ FLIPS: dict[str, Flip] = {
     "sampling.temperature": flip(0.7, see.parts), "sampling.max_new_tokens": flip(5, see.parts),
     **{f"sampling.{name}": flip(value, see.parts) for name, value in {
         "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_new_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1,
-        "frequency_penalty": 0.1, "stop": ["="]}.items()},
+        "frequency_penalty": 0.1}.items()},
+    "sampling.stop": flip(["="], see.parts, **VLLM),
     "env.reward": flip(f"{TASK}:always_two", see.parts), "env.workers": flip(2, see.parts), "env.timeout_s": flip(3.0, see.parts),
     "env.memory_bytes": flip(10**8, see.parts),
     "buffer.groups_per_step": flip(3, see.buffer_story), "buffer.group_size": flip(4, see.buffer_story),
@@ -165,7 +168,7 @@ FLIPS: dict[str, Flip] = {
     "eval.sets.sets.prompts.jsonl.path": flip("other.jsonl", see_eval.evaluated), "eval.sets.sets.limit": flip(3, see_eval.evaluated),
     "eval.sets.sets.samples_per_prompt": flip(2, see_eval.evaluated), "eval.sets.sets.pass_at": flip([1], see_eval.evaluated),
     "eval.sets.sets.success_reward": flip(0.5, see_eval.evaluated, eval=TWO_SETS),
-    **{f"eval.sets.sets.sampling.{name}": flip(value, see_eval.evaluated) for name, value in {
+    **{f"eval.sets.sets.sampling.{name}": flip(value, see_eval.evaluated, **VLLM) for name, value in {
         "temperature": 0.5, "max_new_tokens": 2, "stop": ["="], "top_p": 0.9, "top_k": 5, "min_p": 0.1}.items()},
     **{f"eval.sets.sets.env.{name}": flip(value, see.parts) for name, value in {
         "reward": f"{TASK}:always_two", "workers": 2, "timeout_s": 3.0, "memory_bytes": 10**8}.items()},
@@ -179,6 +182,11 @@ FLIPS: dict[str, Flip] = {
     "run.error_budget": flip(0.25, see.parts),
     "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}
 
+ENDS_IN_AN_ERROR = {
+    *(f"sampling.{name}" for name in ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", "presence_penalty",
+                                      "frequency_penalty")),
+    "model.function.function", *(f"warm_up.cross_entropy.{name}" for name in ("examples", "held_out", "arguments"))}
+"""Their other value is refused by training, or fails in the user's function that gets it. All others change what a run does."""
 
 Kinds = tuple[tuple[str, str], ...]
 """Kinds a field lies under, and where a user writes the section of each."""
@@ -268,3 +276,4 @@ def test_a_changed_field_changes_something(field: str, published: PublishedModel
             results.append(seen(FLIPS[field].observe, tree, Scene(published, tmp_path / name, patch)))
     assert not isinstance(results[0], str), f"the configuration this starts from does not work: {results[0]}"
     assert results[0] != results[1]
+    assert isinstance(results[1], str) == (field in ENDS_IN_AN_ERROR)

@@ -67,7 +67,8 @@ ACCEPTED: dict[str, set[str]] = {
              *under("engine", "transformers.seed", "vllm.seed"), *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
              *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "schedule.linear.final_frac",
                     "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
-             *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_low", "clip_high")), "eval.sets.sets.success_reward",
+             *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_low", "clip_high")),
+             *under("eval.sets.sets", "success_reward", "sampling.min_p"),
              *under("sampling", "frequency_penalty", "min_new_tokens", "min_p", "presence_penalty"),
              *of_data("curriculum.pass_rate.hopeless_below", "curriculum.pass_rate.success_reward")},
     # a reward may be anything
@@ -79,7 +80,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.inline", "context_tokens", "max_batch_requests"),
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
-              *under("eval.sets", "every_steps", "sets.success_reward"),
+              *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
               *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_high", "max_tokens")), "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
@@ -91,7 +92,8 @@ ACCEPTED: dict[str, set[str]] = {
     # left out, something else decides
     "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
-             *under("engine", "transformers.seed", "vllm.seed"), "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
+             *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "top_p", "top_k", "min_p"),
+             "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
              *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts"),
              *of_sources_and_sets("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}
 """What is taken all the same. Not a number, infinite, a text, true, an integer beyond 64 bits: nowhere."""

@@ -150,8 +150,11 @@ class EvalSampling(SamplingOverrides):
     """How a held-out set is sampled: also in ways that training refuses, where the engine has them."""
 
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Only the likeliest tokens, as many as hold this probability together."""
     top_k: int | None = Field(default=None, ge=1)
+    """Only so many of the likeliest tokens."""
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Only tokens with at least this share of the likeliest one's probability."""
 
 
 class EvalSetConfig(Section):
