@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import sys
 from collections.abc import Coroutine
 from types import FrameType
 from typing import Any
 
 from asyncrl.paths import remove_shared_folders
 
+_STDERR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,8 +41,9 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
                 remove_shared_folders()
                 os._exit(128 + signum)
             received.append(signum)
-            # Written past Python's buffers: the signal may have interrupted a print.
-            os.write(sys.__stderr__.fileno(), b"asyncrl: ending; a step under way is finished and saved. Once more ends it at once\n")
+            # Written past Python's buffers, whose lock the interrupted code may hold; a closed one is nobody's to read.
+            with contextlib.suppress(OSError):
+                os.write(_STDERR, b"asyncrl: ending; a step under way is finished and saved. Once more ends it at once\n")
             loop.call_soon_threadsafe(task.cancel)
 
         before = {signum: signal.signal(signum, on_signal) for signum in _SIGNALS}

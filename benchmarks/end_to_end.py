@@ -18,7 +18,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -36,8 +35,8 @@ from machine import ROOT, commit, machine
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.functions import load_function
-from asyncrl.observe.console import HEADER
 from asyncrl.observe.jsonl import read_jsonl
+from asyncrl.observe.plain import HEADER
 from asyncrl.observe.summary import mean_of, total_of
 from asyncrl.process import die_with_parent, last_lines
 from asyncrl.training import prepare_model
@@ -157,9 +156,9 @@ def run_asyncrl(task: Task, settings: Variant, *, seed: int, steps: int, folder:
     overrides = [f"{key}={value}" for key, value in everything.items()]
     lines = watched([sys.executable, "-m", "asyncrl.cli", "train", RECIPES[task.name], *overrides], log=folder / "errors.log",
                     environment={})
-    begin_s = next(at_s for at_s, line in lines if line == HEADER)
-    seconds = tuple(at_s - begin_s for at_s, line in lines if at_s >= begin_s and re.match(r" *\d+  ", line))
     rows = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "step" in row]
+    seconds = tuple(row["wall_s"] for row in rows)
+    begin_s = next(at_s for at_s, line in lines if line == HEADER) - seconds[0]
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     names = ("engine_wait_frac", "trainer_wait_frac", "staleness_max", "weight_sync_s_mean", "length_bias", "tokens_dropped")
     return Observed(
