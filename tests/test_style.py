@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
-FILES = sorted(path for folder in ("asyncrl", "recipes", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("asyncrl", "recipes", "benchmarks", "docs", "tests") for path in (ROOT / folder).rglob("*.py"))
 PACKAGE = [path for path in FILES if (ROOT / "asyncrl") in path.parents]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
