@@ -40,9 +40,9 @@ class Exit:
         return f"{how}{cause}, {peak}"
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends; exits at once if that has already happened."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, *, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, or send it `signum`, when its parent ends; exits at once if that has already happened."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -32,6 +32,8 @@ from asyncrl.rollout.bounded_log import BoundedLog
 
 _FORK, _KILL, _EXITED = "fork", "kill", "exited"
 _CONTROL_BYTES = 4096
+_CONTROLLER_ENDED = signal.SIGRTMIN
+"""What the kernel sends the zygote then: it has processes of the user's to end first, which nothing else ties to ours."""
 _TICK_MS = 5000
 """How often the zygote looks for processes of the user's that ended after their parents, when nothing else wakes it."""
 _OOM_SCORE = 500
@@ -183,9 +185,12 @@ class _ZygoteProcess:
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
             os.environ[variable] = "false" if variable == "TOKENIZERS_PARALLELISM" else "1"
         self._poll.register(self._control, select.POLLIN)
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ParentGone):
+            signal.signal(_CONTROLLER_ENDED, _controller_ended)
+            die_with_parent(controller_pid, signum=_CONTROLLER_ENDED)
             while self._serve_once():
                 pass
+        signal.signal(_CONTROLLER_ENDED, signal.SIG_IGN)
         for worker in list(self._workers.values()):
             _kill_group(worker.pid)
             reap(worker.pid, asked=True)
@@ -258,6 +263,7 @@ class _ZygoteProcess:
 
     def _run_worker(self, zygote_pid: int, sock: socket.socket, *, memory_bytes: int | None) -> None:
         die_with_parent(zygote_pid)
+        signal.signal(_CONTROLLER_ENDED, signal.SIG_DFL)
         os.setpgid(0, 0)
         self._log.attach_writer()
         self._control.close()
@@ -274,6 +280,10 @@ class _ZygoteProcess:
             resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
         with contextlib.suppress(ParentGone):
             self._main(Channel(sock))
+
+
+def _controller_ended(signum: int, frame: object) -> NoReturn:
+    raise ParentGone
 
 
 def _kill_group(worker_pid: int) -> None:

@@ -1,10 +1,11 @@
-"""A controller for tests: starts a child, a zygote and its workers, prints their process ids, and waits to be killed."""
+"""A controller for tests: starts a child, a zygote, its worker and what a reward starts, prints their ids, and waits to be killed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,14 +15,27 @@ from asyncrl.types import Prompt
 
 
 def processes(prompt: Prompt, completion: str) -> float:
+    if completion == "session":
+        return float(in_a_session_of_its_own())
     return float(os.getppid() if completion == "zygote" else os.getpid())
+
+
+def in_a_session_of_its_own() -> int:
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.write(told, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    return pid
 
 
 async def main(logs: Path) -> None:
     pool = RewardPool([processes], workers=1)
     pool.start(logs)
     child = await Child.start("children.echo", name="echo", spec={}, logs=logs)
-    scores = [await pool.score(Prompt(), which, []) for which in ("zygote", "worker")]
+    scores = [await pool.score(Prompt(), which, []) for which in ("zygote", "worker", "session")]
     print(json.dumps([child.pid, *(int(score["processes"]) for score in scores)]), flush=True)
     await child.wait_exit()
 
