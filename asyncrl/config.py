@@ -137,7 +137,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, echo: Call
         raise ConfigError("recipe", value=str(file), allowed="valid YAML", remedy=str(error)) from error
     if not isinstance(tree, dict):
         raise ConfigError("recipe", value=type(tree).__name__, allowed="a mapping of sections",
-                          remedy="See recipes/arithmetic/quickstart.yaml.")
+                          remedy="See docs/configuration.md; `asyncrl recipes` lists examples.")
     given = parse_overrides(overrides)
     for line in apply_overrides(tree, given, root=RunConfig):
         if echo:

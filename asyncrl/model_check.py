@@ -124,7 +124,7 @@ def _damaged(path: Path, how: str) -> ConfigError:
 def _found(folder: Path) -> str:
     """What is there instead."""
     if not folder.is_dir():
-        return "There is no such folder; check the path, it is relative to the folder the command runs in."
+        return "There is no such folder; a recipe's paths are looked for beside it, then in the working folder."
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:

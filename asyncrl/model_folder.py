@@ -20,7 +20,8 @@ def model_folder(model: str | Path) -> Path:
         return Path(model)
     if Path(model).exists() or str(model).count("/") != 1:
         raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id",
-                          remedy="Check the path; an id looks like Qwen/Qwen3-0.6B.")
+                          remedy="Check the path: a recipe's paths are looked for beside it, then in the working folder; "
+                                 "an id looks like Qwen/Qwen3-0.6B.")
     from huggingface_hub import snapshot_download
 
     try:

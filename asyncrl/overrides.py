@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from asyncrl import yaml_text
 from asyncrl.errors import ConfigError
-from asyncrl.settings import from_kind, kinds_of, sections_at
+from asyncrl.settings import from_kind, kinds_of, nearest, sections_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,9 @@ def _section(tree: dict[str, Any], names: Sequence[str], *, override: Override, 
     """The mapping at this place, made where there is none."""
     node = tree
     for depth, name in enumerate(names, start=1):
+        if name not in node and depth > 1 and sections_at(root, names[:depth]) and not sections_at(root, names[:depth - 1]):
+            raise ConfigError(override.path, value=override.value, allowed=f"a name the recipe has: {sorted(node)}",
+                              remedy=nearest(name, list(node)) or f"Give the whole of it: {'.'.join(names[:depth])}={{…}}.")
         child = node.setdefault(name, {})
         if sections_at(root, names[:depth]):
             child = node[name] = from_kind(child)

@@ -142,7 +142,7 @@ def _model_at_hand(config: RunConfig) -> Path | None:
         return prepared if prepared.is_dir() else None
     if isinstance(config.warm_up, CrossEntropyWarmUp) and not Path(config.model.path).is_dir():
         raise ConfigError("model.path", value=config.model.path, allowed="an existing Hugging Face model folder, where there is a warm-up",
-                          remedy="Download the model first; the path is relative to the folder the command runs in.")
+                          remedy="Download the model first; a recipe's paths are looked for beside it, then in the working folder.")
     return Path(config.model.path) if Path(config.model.path).is_dir() else model_folder(config.model.path)
 
 

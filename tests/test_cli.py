@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 
+from asyncrl import yaml_text
 from asyncrl.cli import EXIT_FAILED, EXIT_USAGE, main
 from asyncrl.errors import RunAborted
 from asyncrl.observe.console import Console
@@ -37,6 +39,30 @@ def test_what_cannot_work_exits_2_and_says_what_is_allowed(setting: str, capsys:
 def test_a_missing_recipe_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "no-such.yaml"]) == EXIT_USAGE
     assert "is not allowed" in capsys.readouterr().err
+
+
+def test_what_an_override_takes_with_it_is_told_beside_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "arithmetic/quickstart", "eval.kind=none", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("asyncrl: eval.kind is set, so the recipe's own settings there do not apply: eval.sets=")
+    assert told.err.count("\n") == 1
+    assert yaml_text.read(told.out)["eval"] == {"kind": "none"}
+
+
+def test_the_recipes_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    assert "arithmetic/quickstart " in capsys.readouterr().out
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "asyncrl recipe"
+
+
+def test_a_command_without_settings_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["recipes", "run.steps=3"])
+    assert stop.value.code == EXIT_USAGE
 
 
 def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:

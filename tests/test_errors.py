@@ -14,6 +14,11 @@ def test_an_error_that_was_not_described_by_us_is_malformed(change: dict) -> Non
         rebuild_error({}, where="child 'e'")
 
 
+def test_a_mistake_may_be_moved_to_where_its_section_stands() -> None:
+    error = ConfigError("sampling.stop, sampling, sampling_rate, engine.sampling", value=1, allowed="a", remedy="b")
+    assert error.moved("sampling", "a.b").field == "a.b.stop, a.b, sampling_rate, engine.sampling"
+
+
 def test_our_errors_are_rebuilt_as_their_class_and_others_are_remote() -> None:
     config = rebuild_error(describe_error(ConfigError("a.b", value=2, allowed="1", remedy="Take 1.")), where="child 'e'")
     assert type(config) is ConfigError

@@ -121,8 +121,8 @@ def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
 def jsonl_prompts(path: Path, *, source: str) -> Iterator[Prompt]:
     """The same one by one, in the memory of one row."""
     if not path.is_file():
-        raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file", remedy="Check the path; it is relative to "
-                          "the folder the command runs in.")
+        raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file",
+                          remedy="Check the path: a recipe's paths are looked for beside it, then in the working folder.")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

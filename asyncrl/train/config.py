@@ -169,7 +169,7 @@ class TrainerConfig(Section):
     """Processes, optimizer and limits of the trainer."""
 
     processes: int = Field(default=1, ge=0, le=1024)
-    """Ranks, each a child process; 0 trains in the calling process."""
+    """Ranks, each a child process, at most as many as an update has rollouts; 0 trains in the calling process."""
     threads: Workers = 1
     """CPU threads of each rank."""
     learning_rate: LearningRate
@@ -187,7 +187,8 @@ class TrainerConfig(Section):
     microbatch_tokens: int = Field(default=4096, ge=1)
     """Most tokens of one forward; a longer sequence has one of its own."""
     minibatches_per_step: int = Field(default=1, ge=1)
-    """Updates an epoch; each takes whole groups."""
+    """Updates an epoch; divides `buffer.groups_per_step`. Each takes whole groups; where some have nothing to train on, shares of the
+    others differ by one group at most."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -196,7 +197,8 @@ class TrainerConfig(Section):
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """So many steps in a row with a NaN or infinite gradient end the run; a single one is skipped and counted."""
     checkpoint_every_steps: int | None = Field(default=20, ge=1)
-    """What a dead rank costs at most, in steps trained again. None: everything since the start of the run."""
+    """What a dead rank, or a run that is resumed, costs at most in steps trained again. None: all since the start; the end of a run has
+    a checkpoint either way."""
     max_restarts: int = Field(default=3, ge=0)
     """So many restarts without a finished step in between end the run."""
     step_timeout_s: Seconds = 1800.0

@@ -70,7 +70,7 @@ def prepare(model: ModelConfig, warm_up: WarmUpConfig, *, folder: Path, tell: Ca
             shutil.copytree(model.path, building, dirs_exist_ok=True)
         else:
             raise ConfigError("model.path", value=model.path, allowed="an existing Hugging Face model folder",
-                              remedy="Download the model first; the path is relative to the folder the command runs in.")
+                              remedy="Download the model first; a recipe's paths are looked for beside it, then in the working folder.")
         report = {} if isinstance(warm_up, NoWarmUp) else _warm_up(building, warm_up, tell=tell)
         folder.with_suffix(".json").write_text(json.dumps(report))
         _publish(building, folder)
