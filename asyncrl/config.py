@@ -49,7 +49,7 @@ class RunSection(Section):
     steps: int = Field(ge=1)
     """Batches to train on. Fewer when the prompts end."""
     seed: Seed = 0
-    """Of sampling and of the engine's random stream; data and warm-up have seeds of their own."""
+    """Of sampling, shuffles and the engine's random stream; functions that make data, and the warm-up, have seeds of their own."""
     folder: str = Field(default="runs", min_length=1)
     """Relative to the working folder. Prepared models are cached in it, for all its runs."""
     deterministic: bool = False

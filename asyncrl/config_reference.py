@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from asyncrl import yaml_text
 from asyncrl.config import RunConfig
 from asyncrl.config_schema import field_docs
 from asyncrl.settings import kinds_of, members_of
@@ -100,8 +101,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "`null`"
+    if value is None or isinstance(value, bool):
+        return f"`{yaml_text.write(value).split()[0]}`"
     if isinstance(value, BaseModel):
         return f"`{getattr(value, 'kind', '')}`".replace("``", "its defaults")
     return f"`{list(value) if isinstance(value, tuple) else value}`"
