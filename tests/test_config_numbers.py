@@ -94,7 +94,8 @@ ACCEPTED: dict[str, set[str]] = {
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
              *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "top_p", "top_k", "min_p"),
              "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
-             *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts"),
+             *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts", "curriculum.pass_rate.hopeless_below",
+                      "curriculum.pass_rate.solved_above"),
              *of_sources_and_sets("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}
 """What is taken all the same. Not a number, infinite, a text, true, an integer beyond 64 bits: nowhere."""
 

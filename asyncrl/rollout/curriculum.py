@@ -66,5 +66,7 @@ class PassRates:
     def _judge(self, outcomes: str) -> Verdict | None:
         if len(outcomes) < self._config.min_rollouts:
             return None
-        rate = outcomes.count("1") / len(outcomes)
-        return "solved" if rate >= self._config.solved_above else "hopeless" if rate <= self._config.hopeless_below else None
+        rate, solved, hopeless = outcomes.count("1") / len(outcomes), self._config.solved_above, self._config.hopeless_below
+        if solved is not None and rate >= solved:
+            return "solved"
+        return "hopeless" if hopeless is not None and rate <= hopeless else None

@@ -50,10 +50,12 @@ class PassRateCurriculum(Section):
     kind: Literal["pass_rate"]
     success_reward: float = 1.0
     """A rollout with at least this reward is a success. One that failed with an error does not count."""
-    solved_above: float = Field(default=1.0, ge=0.0, le=1.0)
-    """With this pass rate or more a prompt is solved. The default passes over those alone that teach a group-relative policy nothing."""
-    hopeless_below: float = Field(default=0.0, ge=0.0, le=1.0)
-    """With this pass rate or less a prompt is hopeless."""
+    solved_above: float | None = Field(default=1.0, ge=0.0, le=1.0)
+    """With this pass rate or more a prompt is solved; None: none ever is. Where each reward is 0 or 1 the default passes over those alone
+    that teach a group-relative policy nothing."""
+    hopeless_below: float | None = Field(default=0.0, ge=0.0, le=1.0)
+    """With this pass rate or less a prompt is hopeless; None: none ever is. Where a reward below `success_reward` teaches something too,
+    None, or a lower `success_reward`, keeps it."""
     min_rollouts: int = Field(default=16, ge=1)
     """How many rollouts, the newest, a verdict takes. A prompt of pass rate 0.8 has sixteen successes in a row by chance in 3% of cases."""
     recheck_after_prompts: int | None = Field(default=None, ge=1)
@@ -61,7 +63,7 @@ class PassRateCurriculum(Section):
 
     @model_validator(mode="after")
     def _a_prompt_may_be_neither(self) -> PassRateCurriculum:
-        if self.hopeless_below >= self.solved_above:
+        if self.hopeless_below is not None and self.solved_above is not None and self.hopeless_below >= self.solved_above:
             raise ConfigError("curriculum.hopeless_below, curriculum.solved_above", value=(self.hopeless_below, self.solved_above),
                               allowed="hopeless_below < solved_above", remedy="Leave room between them for prompts worth asking.")
         return self

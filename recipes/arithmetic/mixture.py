@@ -22,7 +22,7 @@ def answer(left: int, right: int) -> str:
     return f"{'-' if left < right else '+'}{abs(left - right):02d}"
 
 
-def differences(count: int = 2000, seed: int = 0) -> list[Prompt]:
+def differences(count: int = 300, seed: int = 0) -> list[Prompt]:
     """Training prompts, a list: epochs, shuffles and pass rates apply to it."""
     return _prompts(itertools.islice(_task("pairs")(seed, held_out=False), count))
 

@@ -45,6 +45,8 @@ def test_the_newest_rollouts_decide_and_fewer_decide_nothing(rewards, expected):
 @pytest.mark.parametrize(("settings", "rewards", "expected"), [
     ({"solved_above": 0.75}, [1, 1, 1, 0], "solved"), ({"solved_above": 0.76}, [1, 1, 1, 0], None),
     ({"hopeless_below": 0.25}, [1, 0, 0, 0], "hopeless"), ({"hopeless_below": 0.24}, [1, 0, 0, 0], None),
+    ({"solved_above": None}, [1] * 4, None), ({"hopeless_below": None}, [0] * 4, None),
+    ({"solved_above": None, "hopeless_below": 1.0}, [1] * 4, "hopeless"),
     ({"success_reward": 0.5}, [0.5] * 4, "solved"), ({"min_rollouts": 1}, [1, 0], "hopeless")])
 def test_both_limits_belong_to_their_side(settings, rewards, expected):
     assert verdict(rewards, **settings) == expected
