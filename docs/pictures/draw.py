@@ -52,12 +52,20 @@ STYLE = {"svg.hashsalt": "asyncrl", "svg.fonttype": "path", "font.family": "Deja
 # Staleness -------------------------------------------------------------------------------------------------------------------
 
 
+STALENESS: dict[str, Any] = {"groups_per_step": 4, "group_size": 1, "max_staleness": 2, "window": 2, "zero_variance": "keep"}
+
+
+def staleness_script() -> Script:
+    """Rollouts of four to eight tokens, and one of 22."""
+    return Script(tokens=lambda key: 22 if key[0] == 7 else 4 + key[0] * 3 % 5, reward=lambda key: 1.0, step_s=7.0, apply_s=2.0,
+                  until_s=48.0)
+
+
 def staleness_data() -> dict[str, Any]:
     """Groups of one rollout under K = 2, P = 4, W = 2: when each was written, by which version, trained and let go."""
-    script = Script(tokens=lambda key: 22 if key[0] == 7 else 4 + key[0] * 3 % 5, reward=lambda key: 1.0, step_s=7.0, apply_s=2.0,
-                    until_s=48.0)
-    run = run_virtual(Miniature(script, groups_per_step=4, group_size=1, max_staleness=2, window=2, zero_variance="keep").play())
-    lease = Lease(groups_per_step=4, max_staleness=2, window=2)
+    script = staleness_script()
+    run = run_virtual(Miniature(script, **STALENESS).play())
+    lease = Lease(**{name: STALENESS[name] for name in ("groups_per_step", "max_staleness", "window")})
     lives = {group: vars(life) | {"staleness": None if life.version is None else life.version - min(version for _, version in life.tokens)}
              for group, life in run.lives.items()}
     return {"capacity": lease.capacity_groups, "updates": run.updates, "groups": lives, "until_s": script.until_s}
