@@ -41,6 +41,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_page_is_in_the_table_of_the_readme() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Documentation")[1]
+    assert sorted(re.findall(r"^\| \[\w+\.md\]\(docs/(\w+\.md)\) \|", table, flags=re.MULTILINE)) == sorted(
+        page.name for page in PAGES if page.parent == ROOT / "docs")
+
+
 @each_page
 def test_every_command_is_one_that_the_command_line_takes(page: Path) -> None:
     for arguments in commands(page):

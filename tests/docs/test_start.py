@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from asyncrl.observe.plain import HEADER
 from asyncrl.run_state import load_state
 from asyncrl.train.checkpoint_store import newest
 from tests.docs.pages import ROOT, block_with
@@ -54,6 +55,10 @@ def test_the_data_are_as_the_recipe_reads_them(do: Do, folder: Path) -> None:
     train, held_out = ([json.loads(line) for line in (folder / "mine" / path).read_text(encoding="utf-8").splitlines()] for path in paths)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     assert all(row["answer"] == f"{int(row['prompt'][:2]) + int(row['prompt'][3:5]):03d}" for row in train)
+
+
+def test_the_screen_shown_has_the_columns_of_the_console() -> None:
+    assert HEADER in (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
