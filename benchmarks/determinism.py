@@ -31,7 +31,7 @@ from asyncrl.types import Prompt
 RESULT = ROOT / "benchmarks" / "results" / "determinism.json"
 MODEL = {"layers": 4, "hidden": 64, "heads": 2, "intermediate": 128, "initializer_range": 0.06}
 SETTINGS = {"K = 0": {"max_staleness": 0}, "fixed_lag 1": {"max_staleness": 1, "policy": {"kind": "fixed_lag", "lag_steps": 1}}}
-PAIRS, STEPS, WARM_UP_STEPS = 3, 9, 2
+PAIRS, STEPS, WARM_UP_STEPS = 3, 7, 2
 TIMEOUT_S = 300.0
 
 
