@@ -103,6 +103,9 @@ def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") ->
         known = sorted({name for model in models for name in model.model_fields})
         return ConfigError(_dotted(name, *names, str(key)), value=first["input"], allowed=f"one of the known keys {known}",
                            remedy=nearest(str(key), known) or "Remove it.")
+    names, _ = _place(first["loc"], root)
+    within = [problem for problem in problems if _place(problem["loc"], root)[0][:len(names)] == names]
+    first = max(within, key=lambda problem: len(_place(problem["loc"], root)[0]))  # of the alternatives, the one that was meant
     names, models = _place(first["loc"], root)
     field, value = _dotted(name, *names), first["input"]
     if first["type"].startswith("union_tag") or (callable(value) and len(models) > 1):
@@ -110,7 +113,7 @@ def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") ->
         given = value.get("kind", "nothing") if isinstance(value, dict) else value
         return ConfigError(f"{field}.kind", value=given, allowed=f"one of {kinds}", remedy=nearest(str(given), kinds) or "Choose one.")
     here = [problem for problem in problems if _place(problem["loc"], root)[0] == names]
-    is_missing, others = first["type"] == "missing", len(problems) - len(here)
+    is_missing, others = first["type"] == "missing", len(problems) - len(within)
     allowed = "a section: its settings by name" if first["type"] in _NO_SECTION else _alternatives([problem["msg"] for problem in here])
     return ConfigError(field, value="nothing" if is_missing else value, allowed=allowed,
                        remedy=("Set it." if is_missing else "Change it.") + (f" Settings to mend beside it: {others}." if others else ""))

@@ -276,3 +276,37 @@ def test_a_configuration_is_frozen():
     config = parsed()
     with pytest.raises(ValueError, match="frozen"):
         config.run.steps = 3  # type: ignore[misc]
+
+
+def test_a_resolved_configuration_means_the_same_from_every_folder(recipe, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here" / "models" / "small").mkdir(parents=True)
+    (tmp_path / "here" / "rewards.py").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    config = load_config(recipe, ["model={kind: folder, path: models/small}", "warm_up=none", "env.reward=rewards.py:score"])
+    assert (config.model.path, config.env.reward) == (str(tmp_path / "here/models/small"), f"{tmp_path / 'here/rewards.py'}:score")
+    (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(("changes", "field", "allowed"), [
+    ({"buffer__depth_groups": "many"}, "buffer.depth_groups", "Input should be 'auto' or 'max' or a valid integer"),
+    ({"buffer__depth_groups": True}, "buffer.depth_groups", "Input should be 'auto' or 'max' or a valid integer"),
+    ({"env__reward": 3}, "env.reward", "Input should be a valid string or a valid dictionary"),
+    ({"env__reward": {"form": 3}}, "env.reward.form", "Input should be a valid string"),
+    ({"trainer__betas": [0.9]}, "trainer.betas.1", "Field required"),
+    ({"trainer__betas": [0.9, "1"]}, "trainer.betas.1", "Input should be a valid number"),
+    ({"sampling__stop": ["a", ""]}, "sampling.stop.1", "String should have at least 1 character"),
+    ({"run__steps": "100"}, "run.steps", "Input should be a valid integer"),
+    ({"run__steps": 100.0}, "run.steps", "Input should be a valid integer"),
+    ({"eval__sets__held_out__limit": "3"}, "eval.sets.held_out.limit", "Input should be a valid integer")])
+def test_a_value_of_another_type_is_refused_by_its_place(changes, field, allowed):
+    error = refused(**changes)
+    assert error.field == field
+    assert error.allowed.startswith(allowed)
+
+
+def test_a_pair_in_a_section_that_stands_in_several_places_is_named_where_it_stands():
+    pass_rate = {"kind": "pass_rate", "solved_above": 0.3, "hopeless_below": 0.5}
+    assert refused(prompts__curriculum=pass_rate).field == "prompts.curriculum.hopeless_below, prompts.curriculum.solved_above"
