@@ -13,7 +13,9 @@ from typing import Any
 import matplotlib
 import pytest
 
+from asyncrl.buffer.config import make_policy
 from asyncrl.clock import run_virtual
+from asyncrl.config import load_config
 from asyncrl.errors import StalenessError
 from asyncrl.rollout.engine import Interruption
 from tests.docs.pages import ROOT
@@ -68,6 +70,12 @@ def test_the_text_on_staleness_tells_what_the_picture_shows() -> None:
     assert {version for _, version in groups[7]["tokens"]} == {0, 1, 2}
     assert max(group["staleness"] or 0 for group in groups.values()) == groups[7]["staleness"] == 2
     assert batch(3) == [12, 13, 14, 15], "with slots freed at second 7 those would be of version 0"
+
+
+def test_the_text_has_the_window_and_the_capacity_of_the_quickstart() -> None:
+    policy = make_policy(load_config("arithmetic/quickstart").buffer)
+    shown = f"P = {policy.groups_per_step} and W = {policy.effective_window}: B = {policy.capacity_groups}"
+    assert shown in (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 
 
 def test_an_engine_that_says_too_early_what_it_holds_breaks_the_bound(draw: ModuleType) -> None:
