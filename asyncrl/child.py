@@ -1,7 +1,8 @@
 """Child processes: `python -m asyncrl.child MODULE` runs `MODULE.serve(channel, spec)`; `Child` is the controller's side.
 
-The two ends of a socket pair are the only way in. A child ignores Ctrl-C (the controller decides) and dies with the
-controller, kill -9 included. Its output goes to `logs/NAME.log`. Its end is noticed at once, with how and why.
+The two ends of a socket pair are the only way in. A child is in a process group of its own, so that Ctrl-C, and a SIGTERM to the
+controller's group (by `timeout`, by a scheduler), are the controller's to handle. It dies with the controller, kill -9 included. Its
+output goes to `logs/NAME.log`. Its end is noticed at once, with how and why.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def _spawn(module: str, *, name: str, log: Path, env: Mapping[str, str] | None) 
     with theirs, log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.child", module, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(theirs.fileno(),), process_group=0,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})})
     return Child(name, process=process, sock=ours, log=log)
 

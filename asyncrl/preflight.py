@@ -69,11 +69,12 @@ def check_environment(config: RunConfig) -> None:
     size = ModelSize(0, 0) if folder is None else check_model(folder)
     tokenizer, context_tokens = (None, 0) if folder is None else (Tokenizer(folder), _check_engine(config, folder))
     for field, section, source in _data_sections(config):
-        prompts = _prompts(section, field=field, source=source)
-        _check_first_prompts(prompts, field=field, tokenizer=tokenizer, context_tokens=context_tokens)
-        if isinstance(section, JsonlData):
-            for _ in prompts:
-                """Each row is checked as it is read."""
+        with placed(field):
+            prompts = _prompts(section, field=field, source=source)
+            _check_first_prompts(prompts, field=field, tokenizer=tokenizer, context_tokens=context_tokens)
+            if isinstance(section, JsonlData):
+                for _ in prompts:
+                    """Each row is checked as it is read."""
     sizes = _sizes(config, size)
     check_run_folder(Path(config.run.folder) / config.run.name, need_bytes=sizes.disk_bytes)
     check_shared_memory(sizes.shared_bytes)
@@ -173,8 +174,7 @@ def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> I
             raise ConfigError(f"{field}.function", value=made, allowed="a function that returns or yields asyncrl.Prompt",
                               remedy="Return a list, or yield the prompts.")
         if isinstance(section, DataSettings):
-            with placed(field):
-                DataSet(lambda: made, settings=section, seed=0)
+            DataSet(lambda: made, settings=section, seed=0)
         yield from made
 
 

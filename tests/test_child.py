@@ -204,6 +204,15 @@ def test_two_thousand_streams_run_at_once(tmp_path) -> None:
     run(main())
 
 
+def test_a_signal_to_the_controllers_group_does_not_reach_a_child(tmp_path) -> None:
+    async def main() -> None:
+        child = await start(tmp_path)
+        assert os.getpgid(child.pid) == child.pid != os.getpgrp()
+        await child.close()
+
+    run(main())
+
+
 def test_a_child_ignores_ctrl_c_and_one_that_hangs_is_terminated(tmp_path) -> None:
     async def main() -> None:
         child = await start(tmp_path)

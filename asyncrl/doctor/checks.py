@@ -157,7 +157,7 @@ def _cores(machine: Machine) -> Finding:
         return Finding("cores", "warn", found, f"Set OMP_NUM_THREADS={max(1, int(usable))}: more threads than cores wait for one another.")
     if machine.needs is not None and machine.needs.threads > max(usable, 2):
         return Finding("cores", "warn", f"{found}; the recipe has {machine.needs.threads} busy threads",
-                       "Lower engine.threads, trainer.threads, trainer.processes or env.workers.")
+                       "Lower engine.threads, trainer.threads or trainer.processes.")
     if usable < 2:
         return Finding("cores", "warn", found, "Two are enough to generate while training; with one they take turns.")
     return Finding("cores", "ok", found)

@@ -33,7 +33,7 @@ class Needs:
 
     engine: str
     threads: int
-    """Threads of engine and trainer together, and one a reward worker."""
+    """Of engine and trainer together."""
     disk_bytes: int
     shared_bytes: int
     memory_bytes: int

@@ -174,6 +174,8 @@ class _ZygoteProcess:
     def run(self, controller_pid: int) -> None:
         """Serve until the controller closes its end; every worker is killed and reaped then."""
         die_with_parent(controller_pid)
+        # Signals to the controller's group are the controller's to handle.
+        os.setpgid(0, 0)
         # Objects of the controller must never be collected here: their finalizers would act on descriptors we reuse.
         gc.freeze()
         adopt_orphans()

@@ -140,6 +140,17 @@ def test_output_of_a_worker_goes_to_the_log(tmp_path) -> None:
     assert (tmp_path / "logs" / "log").read_text() == "a line of the worker\n"
 
 
+def test_a_signal_to_the_controllers_group_reaches_neither_zygote_nor_worker(tmp_path) -> None:
+    async def main() -> None:
+        zygote = Zygote.fork(answering(os.getpgrp), log=tmp_path / "log")
+        worker = Caller(zygote)
+        assert len({await worker.ask(), os.getpgid(zygote.pid), os.getpgrp()}) == 3
+        await zygote.close()
+        worker.connection.close()
+
+    run(main())
+
+
 def test_a_worker_is_what_the_kernel_kills_first_when_memory_runs_out(tmp_path) -> None:
     def oom_score() -> int:
         return int(Path("/proc/self/oom_score_adj").read_text())
