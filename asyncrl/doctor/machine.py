@@ -29,15 +29,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a recipe asks of the machine. Sizes are 0 where its model is not there yet."""
+    """What a recipe asks of the machine. Sizes are 0 where its model is not there yet, all is where it cannot be read."""
 
-    engine: str
-    threads: int
+    engine: str = ""
+    threads: int = 0
     """Of engine and trainer together."""
-    disk_bytes: int
-    shared_bytes: int
-    memory_bytes: int
-    wandb: bool
+    disk_bytes: int = 0
+    shared_bytes: int = 0
+    memory_bytes: int = 0
+    wandb: bool = False
     refused: str = ""
     """What `asyncrl train --dry-run` said when it refused the recipe."""
 

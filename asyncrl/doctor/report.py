@@ -6,35 +6,37 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.config import load_config
+from asyncrl.config import RunConfig, Wandb, load_config
 from asyncrl.doctor.checks import Finding, examine
 from asyncrl.doctor.machine import Needs
 from asyncrl.doctor.probes import probe, refusal
 from asyncrl.errors import ConfigError
-from asyncrl.preflight import needs_of
+from asyncrl.preflight import Sizes, needs_of
 
 COLUMNS = 80
 _STATUS_COLUMNS, _NAME_COLUMNS = 6, 15
 
 
 def diagnose(recipe: str | None, settings: Sequence[str]) -> list[Finding]:
-    """The findings on this machine, and on a recipe with its settings on it. Raises ConfigError for a recipe that cannot be read."""
+    """The findings on this machine, and on a recipe with its settings on it; a recipe that cannot be read is one of them."""
     if recipe is None:
         return examine(probe(runs=Path("runs")))
-    config = load_config(recipe, settings)
+    try:
+        config = load_config(recipe, settings)
+    except (ConfigError, OSError) as error:
+        unread = Needs(refused=str(error))
+        return examine(probe(runs=Path("runs"), needs=lambda: unread))
+    return examine(probe(runs=Path(config.run.folder), needs=lambda: _needs(config, refused=refusal(recipe, settings))))
 
-    def needs() -> Needs:
-        refused = refusal(recipe, settings)
-        try:
-            sizes = needs_of(config)
-        except (ConfigError, OSError):
-            sizes = None  # the dry run has said why
-        engine_threads = getattr(config.engine, "threads", 0)
-        return Needs(engine=config.engine.kind, threads=engine_threads + max(1, config.trainer.processes) * config.trainer.threads,
-                     disk_bytes=sizes.disk_bytes if sizes else 0, shared_bytes=sizes.shared_bytes if sizes else 0,
-                     memory_bytes=sizes.memory_bytes if sizes else 0, wandb=config.run.wandb.kind == "wandb", refused=refused)
 
-    return examine(probe(runs=Path(config.run.folder), needs=needs))
+def _needs(config: RunConfig, *, refused: str) -> Needs:
+    try:
+        sizes = needs_of(config)
+    except (ConfigError, OSError):
+        sizes = Sizes(0, 0, 0)  # the dry run has said why
+    threads = getattr(config.engine, "threads", 0) + max(1, config.trainer.processes) * config.trainer.threads
+    return Needs(engine=config.engine.kind, threads=threads, disk_bytes=sizes.disk_bytes, shared_bytes=sizes.shared_bytes,
+                 memory_bytes=sizes.memory_bytes, wandb=isinstance(config.run.wandb, Wandb), refused=refused)
 
 
 def table(findings: Sequence[Finding]) -> str:

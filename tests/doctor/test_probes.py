@@ -96,7 +96,12 @@ def test_a_recipe_with_settings_is_looked_at_and_settings_alone_are_not(monkeypa
     monkeypatch.setattr(report, "probe", probe)
     assert cli.main(["doctor", str(QUICKSTART), "engine={kind: inline}"]) == cli.EXIT_OK
     assert seen == [["engine={kind: inline}"]]
+    monkeypatch.setattr(report, "probe", lambda **given: dataclasses.replace(WELL, needs=given["needs"]()))
+    capsys.readouterr()
     assert cli.main(["doctor", "no-such.yaml"]) == cli.EXIT_USAGE
+    told = capsys.readouterr().out
+    assert "ok    torch" in told
+    assert "FAIL  recipe         recipe = 'no-such.yaml' is not allowed" in told
     with pytest.raises(SystemExit):
         cli.main(["doctor", "run.steps=3"])
     capsys.readouterr()
