@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Coroutine
 from types import FrameType
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from asyncrl.paths import remove_shared_folders
 
 _STDERR = 2
+_ONE_REQUEST_S = 0.5
+"""`timeout` and some schedulers signal the process and then its group: twice is once."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,20 +30,22 @@ class Interrupted(Exception):
 def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` in an event loop of its own, in the main thread. Raises Interrupted when a signal ended it.
 
-    The first signal cancels `work`, which may take its time to end well. A second one ends the process at once: children die with
-    it, its shared memory is freed, the exit code is 128 + the signal's number.
+    The first signal cancels `work`, which may take its time to end well. A second one, after a moment, ends the process at once:
+    children die with it, its shared memory is freed, the exit code is 128 + the signal's number.
     """
-    received: list[int] = []
+    received: list[tuple[int, float]] = []
 
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def on_signal(signum: int, frame: FrameType | None) -> None:
+            if received and time.monotonic() - received[0][1] < _ONE_REQUEST_S:
+                return
             if received:
                 remove_shared_folders()
                 os._exit(128 + signum)
-            received.append(signum)
+            received.append((signum, time.monotonic()))
             # Written past Python's buffers, whose lock the interrupted code may hold; a closed one is nobody's to read.
             with contextlib.suppress(OSError):
                 os.write(_STDERR, b"asyncrl: ending; a step under way is finished and saved. Once more ends it at once\n")
@@ -58,4 +63,4 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise Interrupted(received[0]) from None
+        raise Interrupted(received[0][0]) from None
