@@ -76,7 +76,8 @@ def load(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def _save_alone(staged: dict[str, Tensor], folder: Path) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_file_numbers(staged), save_distributed=True)
-    dcp.save(staged, storage_writer=writer, use_collectives=False)
+    # Without collectives alone, DCP still ends in a barrier, which in a thread would meet those of the step.
+    dcp.save(staged, storage_writer=writer, no_dist=True, use_collectives=False)
 
 
 def _file_numbers(staged: Mapping[str, Tensor]) -> dict[str, int]:

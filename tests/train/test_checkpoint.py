@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.channel import Request
@@ -58,6 +61,23 @@ def test_a_rank_writes_several_files_when_one_would_grow_too_large(tiny: Path, t
     resumed = inline_rank(tiny, tmp_path / "store")
     restore(resumed, tmp_path / "checkpoint")
     assert all(torch.equal(tensor, resumed._tensors()[name]) for name, tensor in rank._tensors().items())
+
+
+def test_a_write_meets_no_other_rank(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs beside a step: a collective of its own would take the place of one of the step's, and both would wait for ever."""
+    def meets(*given: object, **named: object) -> None:
+        raise AssertionError("a collective")
+
+    for name in ("barrier", "all_reduce", "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, meets)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        staged = checkpoint.stage({"sharded": distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]), "whole": torch.ones(2)}, rank=0)
+        (file,) = checkpoint.write(staged, tmp_path, rank=0)
+    finally:
+        dist.destroy_process_group()
+    assert load_file(tmp_path / file.name).keys() == {"sharded", "whole"}
 
 
 def test_pytorch_reads_what_was_written(tiny: Path, tmp_path: Path) -> None:
