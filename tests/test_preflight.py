@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl import cli, paths, place_check
+from asyncrl import cli, place_check
 from asyncrl.config import parse_config
 from asyncrl.preflight import check_environment, needs_of
 from tests.tiny_model import make_tiny_model
@@ -294,11 +294,13 @@ def test_every_refusal_on_the_page_is_produced_by_a_case(model: Path, tmp_path_f
     assert [pattern for pattern in page_patterns() if not any(matches(pattern, message) for message in messages)] == []
 
 
-def test_what_is_whole_passes_and_leaves_nothing(scene: Scene) -> None:
-    before = sorted(os.listdir(scene.folder)), sorted(os.listdir(paths.shared_place()))
+def test_what_is_whole_passes_and_leaves_nothing(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> None:
+    shared = tmp_path_factory.mktemp("shared")  # in the machine's own others come and go
+    scene.patch.setattr(place_check, "shared_place", lambda: shared)
+    before = sorted(os.listdir(scene.folder))
     check_environment(parse_config(scene.tree, base=scene.folder))
-    after = sorted(set(os.listdir(scene.folder)) - {"__pycache__"}), sorted(os.listdir(paths.shared_place()))
-    assert after == before
+    assert sorted(set(os.listdir(scene.folder)) - {"__pycache__"}) == before
+    assert os.listdir(shared) == []
 
 
 def test_one_long_prompt_among_short_ones_is_no_reason_to_refuse(scene: Scene) -> None:
