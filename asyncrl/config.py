@@ -133,6 +133,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, echo: Call
     file = find_recipe(recipe)
     try:
         tree = yaml_text.read(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("recipe", value=str(file), allowed="a file that can be read", remedy=f"{error}.") from error
     except (yaml_text.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("recipe", value=str(file), allowed="valid YAML", remedy=str(error)) from error
     if not isinstance(tree, dict):

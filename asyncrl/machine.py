@@ -32,9 +32,9 @@ def free_bytes(path: Path) -> int:
 
 
 def existing_parent(path: Path) -> Path:
-    """`path`, or the nearest of its parents that is there."""
+    """`path`, or the nearest of its parents that is there; what this user may not look at is not."""
     whole = path.absolute()
-    return next(place for place in (whole, *whole.parents) if place.exists())
+    return next(place for place in (whole, *whole.parents) if os.path.exists(place))
 
 
 def _cgroup_files(root: Path, name: str, *, controller: str = "") -> Iterator[str]:

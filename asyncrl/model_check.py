@@ -33,16 +33,16 @@ class ModelSize:
 
 def check_model(folder: Path) -> ModelSize:
     """The size of a whole model that can be trained. Raises ConfigError naming the file that is missing, damaged, or does not fit."""
-    config = _config(folder)
-    _check_architecture(folder, config)
-    size = _weights_size(folder)
-    largest = Tokenizer(folder).largest_id
+    with reading(folder):
+        config = _config(folder)
+        _check_architecture(folder, config)
+        size = _weights_size(folder)
+        largest = Tokenizer(folder).largest_id
     vocab_size = (config.get("text_config") or config).get("vocab_size")
     if isinstance(vocab_size, int) and largest >= vocab_size:
         raise ConfigError("model", value=f"vocab_size {vocab_size} in {folder / 'config.json'}",
                           allowed=f"more than {largest}, the largest id of its tokenizer",
-                          remedy="The tokenizer is another model's, or tokens were added without room for them: "
-                                 "model.resize_token_embeddings(len(tokenizer)), then save both.")
+                          remedy="The tokenizer is another model's: take the one that was saved with these weights.")
     return size
 
 

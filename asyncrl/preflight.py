@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig, Wandb
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.functions import check_arguments, load_function
 from asyncrl.model_check import ModelSize, check_model
-from asyncrl.model_folder import model_folder
+from asyncrl.model_folder import model_folder, reading
 from asyncrl.observe.wandb_writer import require_wandb
 from asyncrl.place_check import check_loopback, check_run_folder, check_shared_memory, check_socket_folder
 from asyncrl.rollout.by_source import check_sampling
@@ -25,6 +25,7 @@ from asyncrl.rollout.data_config import DataSettings
 from asyncrl.rollout.data_set import DataSet
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.judge import named_rewards
+from asyncrl.rollout.model_files import read_facts
 from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_prompt
 from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsEval
 from asyncrl.rollout.transformers_engine import require_transformers
@@ -58,6 +59,25 @@ class Sizes:
     """Parameters, gradients and optimizer of the trainer, parameters and cache of the engine."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The model as far as its prompts are concerned."""
+
+    tokenizer: Tokenizer
+    context_tokens: int
+    vocab_size: int
+
+    def prompt_tokens(self, prompt: Prompt, *, number: int) -> int:
+        """How long the prompt is, made whole. Raises ConfigError when it cannot be, or holds a token that the model has not."""
+        whole = complete_prompt(prompt, prompt_id=str(number), tokenizer=self.tokenizer)
+        if max(whole.tokens) >= self.vocab_size:
+            raise ConfigError("prompts", value=f"token {max(whole.tokens)} in {whole.text[:80]!r}",
+                              allowed=f"token ids below the model's vocab_size {self.vocab_size}",
+                              remedy="Where it was added to the tokenizer, make room: model.resize_token_embeddings(len(tokenizer)), then "
+                                     "save both. Else leave it out of the prompts.")
+        return len(whole.tokens)
+
+
 def check_environment(config: RunConfig) -> None:
     """Raise ConfigError for what a recipe needs and is not there, not whole, or too small. Starts no process and leaves no file.
 
@@ -67,11 +87,11 @@ def check_environment(config: RunConfig) -> None:
     _check_functions(config)
     folder = _model_at_hand(config)
     size = ModelSize(0, 0) if folder is None else check_model(folder)
-    tokenizer, context_tokens = (None, 0) if folder is None else (Tokenizer(folder), _check_engine(config, folder))
+    asked = None if folder is None else _Asked(Tokenizer(folder), _check_engine(config, folder), read_facts(folder).vocab_size)
     for field, section, source in _data_sections(config):
         with placed(field):
             prompts = _prompts(section, field=field, source=source)
-            _check_first_prompts(prompts, field=field, tokenizer=tokenizer, context_tokens=context_tokens)
+            _check_first_prompts(prompts, field=field, asked=asked)
             if isinstance(section, JsonlData):
                 for _ in prompts:
                     """Each row is checked as it is read."""
@@ -141,10 +161,13 @@ def _model_at_hand(config: RunConfig) -> Path | None:
     if not isinstance(config.model, ModelFolder):
         prepared = Path(config.run.folder) / ".cache" / cache_key(config.model, config.warm_up)
         return prepared if prepared.is_dir() else None
-    if isinstance(config.warm_up, CrossEntropyWarmUp) and not Path(config.model.path).is_dir():
-        raise ConfigError("model.path", value=config.model.path, allowed="an existing Hugging Face model folder, where there is a warm-up",
-                          remedy="Download the model first; a recipe's paths are looked for beside it, then in the working folder.")
-    return Path(config.model.path) if Path(config.model.path).is_dir() else model_folder(config.model.path)
+    with reading(config.model.path):
+        if Path(config.model.path).is_dir():
+            return Path(config.model.path)
+        if not isinstance(config.warm_up, CrossEntropyWarmUp):
+            return model_folder(config.model.path)
+    raise ConfigError("model.path", value=config.model.path, allowed="an existing Hugging Face model folder, where there is a warm-up",
+                      remedy="Download the model first; a recipe's paths are looked for beside it, then in the working folder.")
 
 
 def _check_engine(config: RunConfig, folder: Path) -> int:
@@ -178,18 +201,18 @@ def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> I
         yield from made
 
 
-def _check_first_prompts(prompts: Iterator[Prompt], *, field: str, tokenizer: Tokenizer | None, context_tokens: int) -> None:
+def _check_first_prompts(prompts: Iterator[Prompt], *, field: str, asked: _Asked | None) -> None:
     """Raise ConfigError unless there is a prompt, the first ones can be made whole, and one of them leaves room for an answer."""
     lengths = []
     for number, prompt in enumerate(itertools.islice(prompts, _PROMPTS_LOOKED_AT)):
         require_prompt(prompt)
-        lengths.append(0 if tokenizer is None else len(complete_prompt(prompt, prompt_id=str(number), tokenizer=tokenizer).tokens))
+        lengths.append(0 if asked is None else asked.prompt_tokens(prompt, number=number))
     if not lengths:
         raise ConfigError(field, value="no prompt", allowed="at least one prompt",
                           remedy="Check the data set, or the arguments of the function that makes it.")
-    if tokenizer is not None and min(lengths) >= context_tokens:
+    if asked is not None and min(lengths) >= asked.context_tokens:
         raise ConfigError(field, value=f"prompts of {min(lengths)} tokens and more, the first {len(lengths)} of them",
-                          allowed=f"prompts that leave room for an answer in a context of {context_tokens} tokens",
+                          allowed=f"prompts that leave room for an answer in a context of {asked.context_tokens} tokens",
                           remedy="Shorten the prompts, or raise engine.context_tokens where the model allows it.")
 
 

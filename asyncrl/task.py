@@ -107,8 +107,9 @@ def _training_envs(config: RunConfig) -> dict[str, SingleTurnConfig]:
 
 
 def _eval_set(config: RunConfig, name: str, asked: EvalSetConfig) -> EvalSet:
-    prompts = itertools.islice(_made(asked.prompts, field=f"eval.sets.{name}.prompts", source=name), asked.limit)
-    return EvalSet(name, tuple(prompts), samples_per_prompt=asked.samples_per_prompt, pass_at=asked.pass_at,
+    with placed(f"eval.sets.{name}.prompts") as field:
+        prompts = tuple(itertools.islice(_made(asked.prompts, field=field, source=name), asked.limit))
+    return EvalSet(name, prompts, samples_per_prompt=asked.samples_per_prompt, pass_at=asked.pass_at,
                    success_reward=asked.success_reward,
                    sampling=asked.sampling.over(config.sampling.build()) if asked.sampling.is_set else None,
                    env=_single_turn(asked.env.over(config.env), field=_eval_env_field(name)) if asked.env.is_set else None)

@@ -36,8 +36,9 @@ class Tokenizer:
 
     @property
     def largest_id(self) -> int:
-        """Of all its tokens, added ones included; -1 when it has none."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        """Of the tokens it was trained with; -1 when it has none. Added ones may lie above what the model has: some models have no use for
+        them, as a text model for the token of an image."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The conversation as text by the folder's chat template, up to where the answer begins. Raises ConfigError without one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
 
 from asyncrl import cli, place_check
 from asyncrl.config import parse_config
+from asyncrl.errors import ConfigError
 from asyncrl.preflight import check_environment, needs_of
 from tests.tiny_model import make_tiny_model
 
@@ -156,6 +160,29 @@ def mixed(scene: Scene, **second: object) -> None:
     scene.tree["prompts"] = {"kind": "mixture", "sources": {"one": source, "two": source | second}}
 
 
+def add_token(scene: Scene, text: str) -> None:
+    """To the tokenizer alone: the embedding has no row for it."""
+    path = scene.model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([text])
+    tokenizer.save(str(path))
+
+
+def lock(scene: Scene, locked: Path) -> None:
+    """What a user who is not root meets below a folder, or at a file, of somebody else's."""
+    def refused(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *given: Any, **named: Any) -> Any:
+            asked = Path("/") if isinstance(path, int) else Path(os.fsdecode(path))
+            if asked.is_relative_to(locked) and (real is not stat or asked != locked):  # what it is, its folder says
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *given, **named)
+        return call
+
+    stat = os.stat
+    for module, name in ((os, "stat"), (os, "listdir"), (os, "scandir"), (os, "open"), (io, "open")):
+        scene.patch.setattr(module, name, refused(getattr(module, name)))
+
+
 CASES: dict[str, Spoil] = {
     "a shuffle of what is no list": lambda s: s.tree["prompts"].update(function="task.py:endless", shuffle="full"),
     "pass rates of what never comes again": lambda s: s.tree["prompts"].update(function="task.py:endless", curriculum="pass_rate"),
@@ -184,6 +211,8 @@ CASES: dict[str, Spoil] = {
     "an index that names missing shards": lambda s: s.shards("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
     "an index that is no JSON": lambda s: (s.shards(), (s.model / "model.safetensors.index.json").write_text("x")),
     "a tokenizer of another vocabulary": lambda s: s.config(vocab_size=8),
+    "a token the model has not": lambda s: (add_token(s, "<image>"), s.set("prompts.arguments", {"text": "1<image>"})),
+    "a recipe that may not be read": lambda s: (setattr(s, "path", s.recipe()), lock(s, s.folder / "recipe.yaml")),
     "an architecture nobody has": lambda s: s.config(model_type="perceptron"),
     "an encoder": lambda s: s.config(model_type="t5"),
     "a context longer than the model's": lambda s: s.set("engine.context_tokens", 100_000),
@@ -327,3 +356,43 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     scene.set("eval.best", {"kind": "none"})
     scene.set("trainer.checkpoint_every_steps", None)
     assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters + 12 * parameters
+
+
+def test_a_file_saved_with_a_byte_order_mark_and_windows_line_ends_is_read(scene: Scene) -> None:
+    scene.jsonl(b'\xef\xbb\xbf{"prompt": "1+1="}\r\n{"prompt": "1+2="}\r\n')
+    check_environment(parse_config(scene.tree, base=scene.folder))
+
+
+def test_an_added_token_beyond_the_vocabulary_is_refused_only_where_a_prompt_holds_it(scene: Scene) -> None:
+    add_token(scene, "<image>")
+    scene.set("prompts.arguments", {"text": "1+1="})
+    check_environment(parse_config(scene.tree, base=scene.folder))
+    scene.set("prompts.arguments", {"text": "1<image>"})
+    with pytest.raises(ConfigError, match=r"^prompts = .token 16.*below the model's vocab_size 16"):
+        check_environment(parse_config(scene.tree, base=scene.folder))
+
+
+@pytest.mark.parametrize("text", ['[1]\n', '{"prompt": 3}\n', ""])
+def test_a_held_out_file_is_refused_under_the_name_of_its_set(scene: Scene, text: str) -> None:
+    (scene.folder / "hard.jsonl").write_text(text)
+    scene.set("eval", {"kind": "sets", "sets": {"hard": {"prompts": {"kind": "jsonl", "path": str(scene.folder / "hard.jsonl")}}}})
+    with pytest.raises(ConfigError) as refused:
+        check_environment(parse_config(scene.tree, base=scene.folder))
+    assert refused.value.field.startswith("eval.sets.hard.prompts")
+
+
+@pytest.mark.parametrize(("locked", "field"), [
+    ("model", "model"), ("model/config.json", "model"), ("model/model.safetensors", "model"),
+    ("data/rows.jsonl", "prompts.path"), ("data", "prompts.path"), ("runs", "run.folder"), ("recipe.yaml", "recipe")])
+def test_what_the_user_may_not_read_or_write_is_refused_with_the_kernels_words(scene: Scene, locked: str, field: str,
+                                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    (scene.folder / "data").mkdir()
+    (scene.folder / "data" / "rows.jsonl").write_text('{"prompt": "1"}')
+    (scene.folder / "runs").mkdir()
+    if field == "prompts.path":
+        scene.tree["prompts"] = {"kind": "jsonl", "path": str(scene.folder / "data" / "rows.jsonl")}
+    scene.path = scene.recipe()
+    lock(scene, scene.folder / locked)
+    message = refusal(scene, capsys)
+    assert message.startswith(f"{field} = ")
+    assert "Permission denied" in message

@@ -43,9 +43,12 @@ class EvalSet:
                               "no reward", remedy="Check the data set, or leave the set out.")
 
     def completed(self, tokenizer: Tokenizer) -> EvalSet:
-        """The same with ids, texts and tokens of the prompts filled in."""
-        whole = [complete_prompt(prompt, prompt_id=f"eval/{self.name}/{number}", tokenizer=tokenizer)
-                 for number, prompt in enumerate(self.prompts)]
+        """The same with ids, texts and tokens of the prompts filled in. Raises ConfigError for a prompt that cannot be made whole."""
+        try:
+            whole = [complete_prompt(prompt, prompt_id=f"eval/{self.name}/{number}", tokenizer=tokenizer)
+                     for number, prompt in enumerate(self.prompts)]
+        except ConfigError as error:
+            raise error.moved("prompts", f"eval.sets.{self.name}.prompts") from error
         if self.env is not None:
             whole = [dataclasses.replace(prompt, source=own_source(self.name)) for prompt in whole]
         return dataclasses.replace(self, prompts=tuple(whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 import operator
@@ -120,14 +121,15 @@ def read_jsonl(path: Path, *, source: str = "train") -> list[Prompt]:
 
 def jsonl_prompts(path: Path, *, source: str) -> Iterator[Prompt]:
     """The same one by one, in the memory of one row."""
-    if not path.is_file():
-        raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file",
-                          remedy="Check the path: a recipe's paths are looked for beside it, then in the working folder.")
     try:
+        if not path.is_file():
+            raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file",
+                              remedy="Check the path: a recipe's paths are looked for beside it, then in the working folder.")
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _row_prompt(_decoded(line, number=number), field=f"prompts.path line {number}", source=source)
+                text = _decoded(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number=number)
+                if text:
+                    yield _row_prompt(text, field=f"prompts.path line {number}", source=source)
     except OSError as error:
         raise ConfigError("prompts.path", value=str(path), allowed="a file that can be read", remedy=f"{error}.") from error
 
