@@ -47,6 +47,7 @@ from asyncrl.run_state import RunState, find_checkpoint, load_state
 from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
+from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Prompt
 
@@ -119,12 +120,13 @@ class Run:
         Left without an error, it first waits for the checkpoint that is being written.
         """
         failures: list[BaseException] = []
-        if error is None:
-            try:
+        try:
+            if error is None:
                 await self.trainer.settle()
-            except AsyncRLError as failure:
-                failures.append(failure)
-        failures += await self._stop()
+        except AsyncRLError as failure:
+            failures.append(failure)
+        finally:
+            failures += await self._stop()
         if self._unreported is not None:
             failures.insert(0, self._unreported)
         if error is not None:
@@ -223,8 +225,7 @@ class Run:
 
     async def save(self) -> None:
         """Write a checkpoint of now; returns when it is whole. To be called between two steps."""
-        await self.trainer.checkpoint(self.state().to_bytes())
-        await self.trainer.settle()
+        await self.trainer.save(checkpoint_folder(self.paths.checkpoints, self.trainer.version), self.state().to_bytes())
 
     async def export(self, path: str | Path) -> None:
         """Write a Hugging Face folder of the current weights. Its time belongs to no step. Raises NonFiniteError."""
@@ -326,7 +327,7 @@ class Run:
         self._meter.scored(rollout)
 
     async def _probe_when_due(self) -> None:
-        if not self.observer.probe_is_due(self.index) or self.trainer.version % self.options.weights.publish_every_steps:
+        if not self.observer.probe_is_due(self.index) or self.weights.published_version != self.trainer.version:
             return
         with self._meter.aside():
             version, rollouts = await self._or_failure(self.observer.roll_out_probe(self.index))

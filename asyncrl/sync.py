@@ -28,6 +28,11 @@ class WeightSync:
         self._moved = asyncio.Condition()
         self._metrics = Metrics()
 
+    @property
+    def published_version(self) -> int:
+        """The newest that is on its way to the engines, or there; -1 before the first."""
+        return self._published
+
     async def publish(self) -> Manifest:
         """Encode and store what changed, and queue it for the engines. Returns when the version is durable, not applied.
 

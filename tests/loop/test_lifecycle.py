@@ -170,6 +170,33 @@ def test_what_closing_fails_with_is_noted_on_the_error_under_way(model: Path, tm
     assert caught.value.__notes__ == ["the run also failed with EngineError: no close"]
 
 
+def test_a_run_left_without_error_is_closed_even_if_its_checkpoint_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    """Ctrl-C while it waits for the last checkpoint."""
+    closed: list[str] = []
+
+    class Closing(FakeEngine):
+        async def close(self) -> None:
+            await super().close()
+            closed.append(self.name)
+
+    run = make_run(model, tmp_path, [Closing(token_s=0.001)])
+
+    async def body(run: Run) -> None:
+        await first_step(run)
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def settle() -> None:
+            task.cancel()
+            await asyncio.Event().wait()
+
+        run.trainer.settle = settle  # type: ignore[method-assign]
+
+    with pytest.raises(asyncio.CancelledError):
+        use(run, body)
+    assert closed == ["fake"]
+
+
 def test_an_evaluation_of_nothing_is_refused(model: Path, tmp_path: Path) -> None:
     async def body(run: Run) -> None:
         with pytest.raises(ConfigError, match=r"RunOptions\.eval_sets"):

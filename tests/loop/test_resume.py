@@ -25,6 +25,7 @@ from asyncrl.types import Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig
 from tests.loop.test_run import LIMIT_S, NO_LIMIT, fake, variety
 from tests.tiny_model import make_tiny_model
+from tests.train.test_recovery import Fate
 
 GROUPS = 3
 
@@ -35,15 +36,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(model: Path, folder: Path, engines: list[object], *, resume: str | None = None, prompts: PromptSource | None = None,
-             every_steps: int | None = 1, **buffer: object) -> Run:
+             every_steps: int | None = 1, processes: int = 0, publish_every_steps: int = 1, **buffer: object) -> Run:
     settings = {"groups_per_step": GROUPS, "group_size": 2, "max_staleness": 2, "zero_variance": "keep"} | buffer
     interruption = "drain" if "policy" in buffer else "keep"
     return Run(prompts=prompts or PromptSource([Prompt(text=f"{a}+{b}=") for a, b in itertools.product(range(8), range(8))], epochs=1),
                engine=engines, env=SingleTurn(variety), sampling=Sampling(max_new_tokens=5), buffer=ReplayBuffer(**settings),
-               trainer=Trainer(model, correction="token_tis", learning_rate=1e-3, processes=0, checkpoint_every_steps=every_steps,
+               trainer=Trainer(model, correction="token_tis", learning_rate=1e-3, processes=processes, checkpoint_every_steps=every_steps,
                                schedule={"kind": "cosine", "total_steps": 12, "warm_up_steps": 6}),
                options=RunOptions(name="run", folder=folder, probe=NO_LIMIT, resume=resume,
-                                  weights=WeightsConfig(dtype="float32", interruption=interruption)))
+                                  weights=WeightsConfig(dtype="float32", interruption=interruption,
+                                                        publish_every_steps=publish_every_steps)))
 
 
 async def steps_of(run: Run, count: int) -> list[StepReport]:
@@ -214,6 +216,32 @@ def test_a_run_that_is_told_to_stop_finishes_its_step_and_saves_the_rest(model: 
     index = use(stopped())
     assert index >= 3
     assert use(resumed()) == [index + 1]
+
+
+def test_a_run_saves_though_a_rank_dies_while_it_writes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fate = Fate()
+    monkeypatch.setattr("asyncrl.train.trainer.ChildRanks", fate)
+
+    async def saved() -> None:
+        async with make_run(model, tmp_path, [fake()], every_steps=None, processes=1) as run:
+            await steps_of(run, 2)
+            fate.deaths = {len(fate.calls) + 1: "before"}
+            await run.save()
+            checkpoint = checkpoint_store.newest(run.paths.checkpoints)
+            assert checkpoint is not None
+            assert load_state(checkpoint).index == 2
+
+    use(saved())
+    assert fate.starts == 2
+
+
+def test_the_first_probe_comes_before_the_first_step_wherever_a_run_goes_on(model: Path, tmp_path: Path) -> None:
+    async def go(steps: int, resume: str | None) -> list[StepReport]:
+        async with make_run(model, tmp_path, [InlineEngine(model)], resume=resume, publish_every_steps=2) as run:
+            return await steps_of(run, steps)
+
+    assert [report.index for report in use(go(3, None)) if "probe/gap/mean" in report.metrics] == [1]
+    assert [report.index for report in use(go(3, "newest")) if "probe/gap/mean" in report.metrics] == [4]
 
 
 def test_a_mixture_goes_on_with_its_shares_shuffles_and_sources(model: Path, tmp_path: Path) -> None:
