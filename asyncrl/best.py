@@ -9,12 +9,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.paths import sync
 from asyncrl.rollout.evaluation import Evaluation
 
 _RECORD = "evaluation.json"
@@ -68,7 +68,7 @@ class BestWeights:
         """Make what lies at `place` the folder `best/`."""
         (place / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for file in (*place.iterdir(), place):
-            _sync(file)
+            sync(file)
         if self.path.is_dir() and not self.path.is_symlink():
             # the run's folder was copied by something that follows links
             shutil.rmtree(self._other(place), ignore_errors=True)
@@ -77,7 +77,7 @@ class BestWeights:
         link.unlink(missing_ok=True)
         link.symlink_to(place.name)
         link.replace(self.path)
-        _sync(self.path.parent)
+        sync(self.path.parent)
         shutil.rmtree(self._other(place), ignore_errors=True)
 
     def _other(self, place: Path) -> Path:
@@ -86,11 +86,3 @@ class BestWeights:
     def _note(self, metrics: dict[str, float], *, step: int) -> None:
         self._value = float(metrics[f"eval/{self._set}/{self._metric}/mean"])
         self.reward, self.step = metrics[f"eval/{self._set}/reward/mean"], step
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -82,6 +82,15 @@ def _shared_place() -> tuple[Path, str]:
     return shared_place(), f"{_SHARED_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def claim(folder: Path) -> IO[str]:
     """An open file that keeps `folder` for this process, until it is closed or the process ends.
 

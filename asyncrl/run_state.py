@@ -16,7 +16,7 @@ from asyncrl.accounting import Account
 from asyncrl.channel import pack, unpack
 from asyncrl.errors import CheckpointError, ConfigError, ProtocolError
 from asyncrl.rollout.prompt_rows import pack_prompts, unpack_prompts
-from asyncrl.train.checkpoint_store import newest, read_state
+from asyncrl.train.checkpoint_store import newest, read_state, tidy
 from asyncrl.types import Prompt
 
 Resume = Literal["newest", "auto"] | None
@@ -58,7 +58,7 @@ class RunState:
 
 
 def find_checkpoint(folder: Path, resume: Resume) -> Path | None:
-    """The checkpoint to go on from, among those in `folder`; None for a new run.
+    """The checkpoint to go on from, among those in `folder`, after mending what a kill left there; None for a new run.
 
     Raises ConfigError when one is asked for and there is none, and when a new run would begin among the checkpoints of another.
     """
@@ -67,6 +67,7 @@ def find_checkpoint(folder: Path, resume: Resume) -> Path | None:
             raise ConfigError("run.name", value=str(folder.parent), allowed="a folder without checkpoints for a new run",
                               remedy="Resume that run (--resume, RunOptions(resume='auto')), move its folder, or choose another name.")
         return None
+    tidy(folder)
     found = newest(folder)
     if found is None and resume == "newest":
         raise ConfigError("resume", value=str(folder), allowed="a run with at least one whole checkpoint",

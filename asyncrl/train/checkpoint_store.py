@@ -3,16 +3,16 @@
     ROOT/step-00000020/rank-00000-000.safetensors …  what each rank holds
     ROOT/step-00000020/state.msgpack                 what the run around the trainer needs to go on
     ROOT/step-00000020/manifest.json                 sizes, checksums, counters
-    ROOT/.step-00000040.unfinished/…                 being written
+    ROOT/.step-00000040.unfinished/…                 being written; also .replaced, until the new one has its name, and .deleted
 
 A step draws no random numbers and its learning rate follows from the version, so neither has a state of its own to keep.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import warnings
@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import CheckpointError
+from asyncrl.paths import sync
 
 MANIFEST = "manifest.json"
 STATE = "state.msgpack"
@@ -86,11 +87,12 @@ def commit(folder: Path, *, files: Sequence[SavedFile], version: int, updates: i
     _write_synced(place / STATE, state)
     manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch, files=(*files, SavedFile.of(place / STATE)))
     _write_synced(place / MANIFEST, json.dumps(dataclasses.asdict(manifest), sort_keys=True).encode())
+    sync(place)
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.resolve().rename(replaced)
     place.rename(folder.resolve())
-    _sync_folder(folder.resolve().parent)
+    sync(folder.resolve().parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -127,9 +129,8 @@ def listed(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest whole checkpoint under `root`, None without any. Warns about each newer one that is not whole."""
-    without = sorted(folder for folder in root.glob("step-*") if _manifest(folder) is None)
-    for folder in without:
+    """The newest whole checkpoint under `root`, None without any. Warns about each that is passed over."""
+    for folder in sorted(folder for folder in root.glob("step-*") if _manifest(folder) is None):
         warnings.warn(f"passed over: checkpoint {folder} has no whole manifest", stacklevel=2)
     for folder in reversed(listed(root)):
         try:
@@ -142,9 +143,25 @@ def newest(root: Path) -> Path | None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; its manifest goes first, so that half of one is never taken for a whole."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a checkpoint; its name goes first, so that half of one is never taken for a whole."""
+    place = _beside(folder, "deleted")
+    shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.resolve().rename(place)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def tidy(root: Path) -> None:
+    """Mend what a kill left under `root`: one that was to be replaced gets its name back, what is half written or half deleted goes.
+
+    For the process that owns the folder, before it writes there.
+    """
+    for left in root.glob(".step-*.*"):
+        whole = left.with_name(left.stem.removeprefix("."))
+        if left.suffix == ".replaced" and not whole.exists():
+            left.rename(whole)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def rank_file(rank: int, number: int) -> str:
@@ -167,15 +184,5 @@ def _manifest(folder: Path) -> CheckpointManifest | None:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path.write_bytes(data)
+    sync(path)

@@ -1,3 +1,6 @@
+import itertools
+import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -109,9 +112,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_with_a_warning(damage: st
 
 def test_a_history_that_was_taken_up_again_is_newer_than_the_one_given_up(tmp_path: Path) -> None:
     for version, run_epoch in ((9, 0), (5, 1)):
-        folder = checkpoint_folder(tmp_path, version)
-        checkpoint_store.begin(folder)
-        checkpoint_store.commit(folder, files=[], version=version, updates=version, run_epoch=run_epoch)
+        commit_empty(tmp_path, version, run_epoch=run_epoch)
     assert checkpoint_store.newest(tmp_path) == checkpoint_folder(tmp_path, 5)
 
 
@@ -165,6 +166,56 @@ def test_a_checkpoint_is_replaced_only_by_a_whole_one(tiny: Path, tmp_path: Path
     save(rank, tmp_path / "saved", version=2)
     assert checkpoint_store.verified(tmp_path / "saved").version == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "store"]
+
+
+def replace_until(event_number: int, root: Path) -> bool:
+    """Replace step 4 by another checkpoint of it, in a child that is ended right before its n-th change; whether it got that far."""
+    pid = os.fork()
+    if pid == 0:
+        events = itertools.count()
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            touched = any(isinstance(path, str | os.PathLike) and str(path).startswith(str(root)) for path in arguments)
+            if event.startswith(("open", "os.", "shutil.")) and touched and next(events) == event_number:
+                os._exit(9)
+
+        sys.addaudithook(hook)
+        commit_empty(root, 4, run_epoch=1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def commit_empty(root: Path, version: int, *, run_epoch: int) -> None:
+    folder = checkpoint_folder(root, version)
+    checkpoint_store.begin(folder)
+    checkpoint_store.commit(folder, files=[], version=version, updates=version, run_epoch=run_epoch)
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    epochs = []
+    for number in itertools.count():
+        root = tmp_path / str(number)
+        commit_empty(root, 4, run_epoch=0)
+        killed = replace_until(number, root)
+        checkpoint_store.tidy(root)
+        assert [path.name for path in root.iterdir()] == ["step-00000004"], "nothing else is left"
+        epochs.append(checkpoint_store.verified(checkpoint_folder(root, 4)).run_epoch)
+        if not killed:
+            break
+    assert epochs == sorted(epochs)
+    assert len(epochs) > 6
+    assert (epochs[0], epochs[-1]) == (0, 1)
+
+
+def test_a_checkpoint_half_deleted_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (2, 4):
+        commit_empty(tmp_path, version, run_epoch=0)
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    checkpoint_store.remove(checkpoint_folder(tmp_path, 2))
+    monkeypatch.undo()
+    assert checkpoint_store.newest(tmp_path) == checkpoint_folder(tmp_path, 4)
+    checkpoint_store.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path: Path) -> None:
