@@ -14,17 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import load_config
 from asyncrl.config_schema import recipe_schema
 from asyncrl.doctor.report import diagnose, table
 from asyncrl.dry_run import describe
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
-from asyncrl.observe.console import Console, open_console
+from asyncrl.observe.console import open_console
 from asyncrl.observe.watch import Watch, find_run
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
-from asyncrl.run_state import Resume
 from asyncrl.training import train
 
 EXIT_OK = 0
@@ -86,7 +85,7 @@ def _train(options: argparse.Namespace) -> int:
     else:
         console = open_console(quiet=options.quiet)
         try:
-            run_interruptibly(_train_and_forget(config, console, resume=options.resume))
+            run_interruptibly(train(config, console=console, resume=options.resume))
         finally:
             console.close()
             if console.lost:
@@ -157,10 +156,6 @@ COMMANDS = (
             takes_settings=True),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
-
-
-async def _train_and_forget(config: RunConfig, console: Console, *, resume: Resume) -> None:
-    await train(config, console=console, resume=resume)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

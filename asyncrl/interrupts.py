@@ -27,7 +27,7 @@ class Interrupted(Exception):
         super().__init__(f"ended by {signal.Signals(signum).name}")
 
 
-def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
+def run_interruptibly(work: Coroutine[Any, Any, object]) -> None:
     """Run `work` in an event loop of its own, in the main thread. Raises Interrupted when a signal ended it.
 
     The first signal cancels `work`, which may take its time to end well. A second one, after a moment, ends the process at once:

@@ -165,14 +165,14 @@ class RunFolder:
         }
 
     def close(self) -> None:
-        """Close every file and tracker."""
-        self._claim.close()
-        self._metrics.close()
-        self._rollouts.close()
-        if self._wandb:
-            self._wandb.close()
-            if self._wandb.dropped:
-                self._console.note(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}", is_warning=True)
+        """Close every file and tracker; only then another run may have the folder."""
+        with self._claim:
+            self._metrics.close()
+            self._rollouts.close()
+            if self._wandb:
+                self._wandb.close()
+                if self._wandb.dropped:
+                    self._console.note(f"wandb: {self._wandb.dropped} rows were not written: {self._wandb.error}", is_warning=True)
 
     def _leading_reward(self, row: Mapping[str, Any]) -> float | None:
         """The reward of the set that stands for all, in the metrics of an evaluation."""

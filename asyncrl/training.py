@@ -97,7 +97,7 @@ async def _train_to_the_end(run: Run, config: RunConfig, folder: RunFolder) -> N
 async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
     every = config.eval.every_steps if isinstance(config.eval, SetsEval) else 0
     folder.resume_best(run.trainer.version)
-    if every and not folder.was_evaluated(run.index):
+    if every and run.index % every == 0 and not folder.was_evaluated(run.index):
         (await _evaluate(run, folder)).require_scored()
     folder.begin()
     async for report in run.steps(config.run.steps - run.index):

@@ -35,21 +35,17 @@ def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         yield from (row for line in lines if (row := _parsed(line)) is not None)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All objects of a file `JsonlWriter` wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def cut_jsonl(path: Path, *, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """Leave the rows to keep in the file, and give them. A last line that was not finished goes; a missing file has no rows.
 
     The file is replaced as a whole: who reads it meanwhile sees the old rows or the new ones.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [(line, row) for line in lines if (row := _parsed(line)) is not None and keep(row)]
-    if len(kept) < len(lines):
+    written = path.read_text(encoding="utf-8") if path.exists() else ""
+    kept = [(line, row) for line in written.splitlines() if (row := _parsed(line)) is not None and keep(row)]
+    whole = "".join(f"{line}\n" for line, _ in kept)
+    if whole != written:
         place = path.with_name(f".{path.name}.cut")
-        place.write_text("".join(f"{line}\n" for line, _ in kept), encoding="utf-8")
+        place.write_text(whole, encoding="utf-8")
         place.replace(path)
     return [row for _, row in kept]
 

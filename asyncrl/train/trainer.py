@@ -10,7 +10,9 @@ the files written and makes the checkpoint whole. Until then the one before it i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,11 +290,12 @@ class Trainer:
 
     async def _begin_saving(self, folder: Path, state: bytes) -> None:
         try:
-            place = checkpoint_store.begin(folder)
-            replies = await self._call("save", {"folder": str(place)})
-        except BaseException as error:
+            with _disk_errors_named(folder):
+                place = checkpoint_store.begin(folder)
+                replies = await self._call("save", {"folder": str(place)})
+        except BaseException:
             checkpoint_store.abandon(folder)
-            raise _as_checkpoint_error(error, folder) from error
+            raise
         self._saving = Saving(folder, version=self.version, updates=replies[0].body["updates"], run_epoch=self._publication.run_epoch,
                               state=state)
 
@@ -302,16 +305,17 @@ class Trainer:
             return False
         saving = self._saving
         try:
-            replies = [reply.body for reply in await self._on_ranks("saved", {"wait": wait})]
-            if not all(reply["done"] for reply in replies):
-                return False
-            saving.commit(replies)
+            with _disk_errors_named(saving.folder):
+                replies = [reply.body for reply in await self._on_ranks("saved", {"wait": wait})]
+                if not all(reply["done"] for reply in replies):
+                    return False
+                saving.commit(replies)
         except ChildDied as death:
             await self._recover(death)
             return False
-        except BaseException as error:
+        except BaseException:
             self._give_up_saving()
-            raise _as_checkpoint_error(error, saving.folder) from error
+            raise
         self._saving = None
         self._history_holds(saving)
         return True
@@ -344,6 +348,10 @@ class Trainer:
                           masked_tokens=sampled_tokens - reply["trained_tokens"])
 
 
-def _as_checkpoint_error(error: BaseException, folder: Path) -> BaseException:
-    """What a full or broken disk did, by our name."""
-    return CheckpointError(f"checkpoint {folder} cannot be written: {error}") if isinstance(error, OSError) else error
+@contextmanager
+def _disk_errors_named(folder: Path) -> Iterator[None]:
+    """What a full or broken disk does inside is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error

@@ -166,6 +166,17 @@ def test_a_resumed_run_goes_on_from_its_best_and_evaluates_no_step_twice(tmp_pat
     assert json.loads(record.read_text(encoding="utf-8")) == unbeatable
 
 
+def test_a_run_resumed_between_two_evaluations_evaluates_where_a_run_that_was_not_stopped_does(tmp_path: Path) -> None:
+    folder = trained(tmp_path, [], steps=3)
+    metrics = folder / "metrics.jsonl"
+    *before, last = metrics.read_text(encoding="utf-8").splitlines()
+    assert json.loads(last)["eval/step/last"] == 3
+    metrics.write_text("".join(f"{line}\n" for line in before), encoding="utf-8")
+    trained(tmp_path, [], steps=4, resume="newest")
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    assert [row["eval/step/last"] for row in rows if "eval_version" in row] == [0, 2, 4]
+
+
 def test_a_first_evaluation_that_measures_nothing_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     lines: list[str] = []
     with pytest.raises(RunAborted, match=r"eval\.sets\.sums: each of its 2 rollouts failed, the last with prompt_too_long"):

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from asyncrl.observe.jsonl import JsonlWriter, read_jsonl, rollout_rows
+from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, iterate_jsonl, rollout_rows
 from asyncrl.types import Prompt, Rollout, RolloutGroup, SequenceBuilder, Status
 
 
@@ -15,11 +15,11 @@ def test_a_row_can_be_read_while_the_file_is_open(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path)
     writer.write({"step": 1, "a/b/mean": 0.5})
-    assert read_jsonl(path) == [{"step": 1, "a/b/mean": 0.5}]
+    assert list(iterate_jsonl(path)) == [{"step": 1, "a/b/mean": 0.5}]
     writer.write({"step": 2})
     writer.close()
     writer.close()
-    assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+    assert [row["step"] for row in iterate_jsonl(path)] == [1, 2]
 
 
 def test_nan_and_infinity_become_null_and_numpy_numbers_numbers_at_any_depth(tmp_path):
@@ -37,7 +37,21 @@ def test_a_line_break_in_a_text_does_not_break_the_row(tmp_path):
     writer = JsonlWriter(path)
     writer.write({"text": "a\nb\u2028c"})
     writer.close()
-    assert read_jsonl(path) == [{"text": "a\nb\u2028c"}]
+    assert list(iterate_jsonl(path)) == [{"text": "a\nb\u2028c"}]
+
+
+def test_rows_that_are_written_after_a_cut_stand_on_lines_of_their_own(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for torn in ('{"step": 3}', '{"st', ""):
+        path.write_text('{"step": 1}\n{"step": 2}\n' + torn, encoding="utf-8")
+        cut_jsonl(path, keep=lambda row: row["step"] != 2)
+        writer = JsonlWriter(path)
+        writer.write({"step": 4})
+        writer.close()
+        assert [row["step"] for row in iterate_jsonl(path)] == ([1, 3, 4] if torn == '{"step": 3}' else [1, 4])
+    path.write_text('{"step": 1}', encoding="utf-8")
+    assert cut_jsonl(path, keep=lambda row: True) == [{"step": 1}]
+    assert path.read_text(encoding="utf-8") == '{"step": 1}\n'
 
 
 def test_a_rollout_loads_again_token_by_token(tmp_path):
@@ -50,7 +64,7 @@ def test_a_rollout_loads_again_token_by_token(tmp_path):
     writer = JsonlWriter(tmp_path / "rollouts.jsonl")
     writer.write(rows[0])
     writer.close()
-    assert read_jsonl(tmp_path / "rollouts.jsonl") == [{
+    assert list(iterate_jsonl(tmp_path / "rollouts.jsonl")) == [{
         "step": 40, "prompt_id": "sums/7", "group_id": 12, "index": 3, "status": "stop", "error": "",
         "rewards": {"exact": 1.0}, "text": "567891",
         "tokens": [5, 6, 7, 8, 9, 1], "loss_mask": [0, 0, 1, 1, 0, 1], "rollout_logprobs": [0, 0, -0.25, -1.5, 0, -0.5],
