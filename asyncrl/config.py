@@ -118,7 +118,7 @@ class RunConfig(Section):
         if isinstance(self.prompts, MixturePrompts):
             check_mixture(self.prompts, env=self.env, sampling=sampling, engine=self.engine, buffer=self.buffer, weights=self.weights)
         if isinstance(self.eval, SetsEval):
-            check_evaluation(self.eval, engine=self.engine, sampling=sampling, weights=self.weights)
+            check_evaluation(self.eval, env=self.env, sampling=sampling, engine=self.engine, buffer=self.buffer, weights=self.weights)
         return self
 
 

@@ -36,14 +36,17 @@ def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsCo
     require(capabilities, sampling, Interruption(weights.interruption), engine=engine.kind)
 
 
-def check_evaluation(evaluation: SetsEval, *, engine: EngineConfig, sampling: Sampling, weights: WeightsConfig) -> None:
-    """Raise ConfigError when evaluations fall between published versions, or a set needs what this kind of engine lacks."""
+def check_evaluation(evaluation: SetsEval, *, env: SingleTurnConfig, sampling: Sampling, engine: EngineConfig, buffer: BufferConfig,
+                     weights: WeightsConfig) -> None:
+    """Raise ConfigError when evaluations fall between published versions, a set needs what this kind of engine lacks, or its rewards
+    may take longer than the run waits."""
     if evaluation.every_steps % weights.publish_every_steps:
         raise ConfigError("eval.every_steps, weights.publish_every_steps", value=(evaluation.every_steps, weights.publish_every_steps),
                           allowed="evaluations of versions that are published",
                           remedy="Make eval.every_steps a multiple of weights.publish_every_steps.")
     capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
     for name, asked in evaluation.sets.items():
+        check_deadline(asked.env.over(env), buffer=buffer, field=f"eval.sets.{name}.env")
         check_set_sampling(name, asked.sampling.over(sampling), capabilities=capabilities, engine=engine.kind)
         try:
             _the_context_holds_a_prompt_too(engine, asked.sampling.over(sampling))

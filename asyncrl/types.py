@@ -27,6 +27,14 @@ KEPT_SET_FIELDS = ("top_p", "top_k", "min_p")
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 in a batch: a number beyond it would be infinity there."""
 
+_REWARD_ROUNDING = 1e-9
+"""So that 0.7 + 0.2 + 0.1 reaches 1."""
+
+
+def is_success(reward: float, *, success_reward: float) -> bool:
+    """Whether a reward, a sum of rewards by name, is at least `success_reward`, but for rounding."""
+    return reward >= success_reward - _REWARD_ROUNDING
+
 
 class Status(enum.Enum):
     """How a rollout, or one completion of it, ended. Baseline, mask, metrics and retry all read this."""

@@ -34,6 +34,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["engine.kind=vllm", "engine.max_batch_tokens=16"], "engine.max_batch_tokens, engine.max_running_requests"),
     (["engine.dtype=bfloat16"], "weights.dtype, engine.dtype"),
     (["env.timeout_s=1800"], "env.timeout_s, buffer.stall_timeout_s"),
+    (["eval.sets.held_out.env.timeout_s=1800"], "eval.sets.held_out.env.timeout_s, buffer.stall_timeout_s"),
     (["weights.drain_timeout_s=5"], "weights.drain_timeout_s, weights.interruption"),
     (["trainer.processes=0", "trainer.max_restarts=1"], "trainer.max_restarts, trainer.processes"),
     (["trainer.processes=0", "trainer.start_timeout_s=9"], "trainer.start_timeout_s, trainer.processes"),
@@ -84,3 +85,8 @@ def test_what_works_together_is_not_refused(settings: list[str]) -> None:
 def test_a_default_is_no_dead_option() -> None:
     config = load_config("arithmetic/quickstart", ["trainer.processes=0", "trainer.max_restarts=3", "weights.drain_timeout_s=600"])
     assert config.trainer.max_restarts == 3
+
+
+def test_the_name_of_a_source_is_one_part_of_a_metrics_name() -> None:
+    with pytest.raises(ConfigError, match=r"^prompts\.sources = 'eval/held_out'"):
+        load_config("arithmetic/mixture", ["prompts.sources={eval/held_out: {kind: jsonl, path: rows.jsonl}}"])

@@ -93,8 +93,9 @@ def check_sources(known: Iterable[str], *, field: str, given: object, others: It
     missing, unknown = sorted(needed - given.keys()), sorted(given.keys() - needed) if mixed else []
     if missing or unknown or not given:
         near = difflib.get_close_matches(unknown[0], missing or sorted(needed), n=1) if unknown else []
+        steps = " ".join(f"{verb} {names}." for verb, names in (("Add", missing), ("Remove", unknown)) if names)
         raise ConfigError(field, value=sorted(given), allowed=f"an entry for each source of prompts: {sorted(needed)}",
-                          remedy=f"Did you mean {near[0]!r}?" if near else f"Add {missing}, remove {unknown}.")
+                          remedy=f"Did you mean {near[0]!r}?" if near else steps or "Add one.")
 
 
 def check_sampling(sampling: Samplings, *, engines: Iterable[Engine], interruption: Interruption) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from asyncrl.rollout.data_config import PassRateCurriculum
+from asyncrl.types import is_success
 
 Verdict = Literal["solved", "hopeless"]
 
@@ -26,7 +27,7 @@ class PassRates:
 
     def observe(self, row: int, reward: float, *, asked: int) -> None:
         """A rollout without error got this reward."""
-        outcomes = self._outcomes.get(row, "") + ("1" if reward >= self._config.success_reward else "0")
+        outcomes = self._outcomes.get(row, "") + str(int(is_success(reward, success_reward=self._config.success_reward)))
         self._outcomes[row] = outcomes = outcomes[-self._config.min_rollouts:]
         if self._judge(outcomes) is None:
             self._judged_at.pop(row, None)

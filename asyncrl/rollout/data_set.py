@@ -13,6 +13,7 @@ import xxhash
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.data_config import BufferShuffle, DataSettings, FullShuffle, PassRateCurriculum
+from asyncrl.rollout.names import check_source
 from asyncrl.rollout.prompt_rows import require_prompt
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.types import Prompt
@@ -114,6 +115,7 @@ class DataSet:
 
     def _pass(self, row: Row) -> None:
         require_prompt(row[1])
+        check_source(row[1].source)
         self._position += 1
         self._passed = (self._passed + checksum(row)) % 2**64
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.engine import Capabilities, Engine, require_sampling
 from asyncrl.rollout.env import Env
+from asyncrl.rollout.names import check_name, own_source
 from asyncrl.rollout.prompt_rows import complete_prompt
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Sampling
-
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class EvalSet:
     """A rollout with at least this reward has solved its prompt."""
 
     def __post_init__(self) -> None:
-        check_name(self.name)
+        check_name(self.name, field="eval.sets")
         check_pass_at(self.name, pass_at=self.pass_at, samples_per_prompt=self.samples_per_prompt)
         if not self.prompts:
             raise ConfigError(f"eval.sets.{self.name}.prompts", value="no prompt", allowed="at least one prompt: a mean over nothing is "
@@ -73,11 +71,6 @@ def check_set_sampling(name: str, sampling: Sampling, *, capabilities: Capabilit
         raise ConfigError(f"eval.sets.{name}.{error.field}", value=error.value, allowed=error.allowed, remedy=error.remedy) from None
 
 
-def own_source(name: str) -> str:
-    """The source of the prompts of a set that has an environment of its own: no data set is called so."""
-    return f"eval/{name}"
-
-
 def own_envs(sets: Iterable[EvalSet]) -> dict[str, Env]:
     """Environments of sets that have one of their own, by the source of their prompts."""
     return {own_source(asked.name): asked.env for asked in sets if asked.env is not None}
@@ -86,12 +79,6 @@ def own_envs(sets: Iterable[EvalSet]) -> dict[str, Env]:
 def sources_of(sets: Iterable[EvalSet]) -> set[str]:
     """Every source that their prompts name."""
     return {prompt.source for asked in sets for prompt in asked.prompts}
-
-
-def check_name(name: str) -> None:
-    """Raise ConfigError for a name that would not be one part of a metric's name, or of an override's."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError("eval.sets", value=name, allowed="names of letters, digits, - and _", remedy="Rename the set.")
 
 
 def check_pass_at(name: str, *, pass_at: Sequence[int], samples_per_prompt: int) -> None:

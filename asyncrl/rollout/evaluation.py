@@ -16,10 +16,7 @@ import numpy as np
 
 from asyncrl.errors import RunAborted
 from asyncrl.rollout.eval_set import EvalSet
-from asyncrl.types import Rollout, Status
-
-_ROUNDING = 1e-9
-"""So that 0.7 + 0.2 + 0.1 reaches 1."""
+from asyncrl.types import Rollout, Status, is_success
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ def summarise(asked: EvalSet, rollouts: SequenceOf[Rollout]) -> SetResult:
         **_estimate("truncated_frac", [np.mean([rollout.status is Status.LENGTH for rollout in group]) for group in valid]),
         "errors/sum": float(len(failed)),
         **{f"error.{status.value}/sum": float(count) for status, count in Counter(rollout.status for rollout in failed).items()}}
-    solved = [(len(group), sum(rollout.reward >= asked.success_reward - _ROUNDING for rollout in group)) for group in valid]
+    solved = [(len(group), sum(is_success(rollout.reward, success_reward=asked.success_reward) for rollout in group)) for group in valid]
     for k in asked.pass_at:
         enough = [pass_at_k(n, c, k) for n, c in solved if n >= k]
         metrics |= _estimate(f"pass_at_{k}", enough) | {f"pass_at_{k}/left_out/sum": float(len(groups) - len(enough))}

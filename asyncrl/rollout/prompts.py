@@ -10,6 +10,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import Metrics
 from asyncrl.rollout.data_config import DataSettings
 from asyncrl.rollout.data_set import Data, DataSet
+from asyncrl.rollout.names import check_name
 from asyncrl.rollout.prompt_rows import read_jsonl
 from asyncrl.rollout.source import Source
 from asyncrl.settings import validated
@@ -123,17 +124,19 @@ class Mixture(PromptSource):
         sources: by the name their prompts get as `source`.
         weights: shares, relative to one another; 1 for those left out.
 
-    Raises ConfigError for no source, a weight that is not above 0, one without source, or a source that is a mixture itself.
+    Raises ConfigError for no source, a name that is no part of a metric's, a weight that is not above 0, one without source, or a source
+    that is a mixture itself.
     """
 
     def __init__(self, sources: Mapping[str, PromptSource], *, weights: Mapping[str, float] | None = None) -> None:
         weights = dict(weights or {})
         unknown = sorted(weights.keys() - sources.keys())
-        if unknown or not sources or "" in sources:
+        if unknown or not sources:
             raise ConfigError("prompts.sources, weights", value=(sorted(sources), unknown), allowed="sources, and weights, by name",
                               remedy=f"Name a source {unknown[0]!r}, or drop its weight." if unknown else "Name at least one source.")
         parts = []
         for name, source in sources.items():
+            check_name(name, field="prompts.sources")
             if not isinstance(source, PromptSource) or source.names or source.cursor:
                 raise ConfigError(f"prompts.sources.{name}", value=source, allowed="an unused PromptSource of one data set",
                                   remedy="Wrap the data: PromptSource(...); name the sources of an inner mixture in the outer one.")

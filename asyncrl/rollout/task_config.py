@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.data_config import DataSettings
-from asyncrl.rollout.eval_set import check_name, check_pass_at
+from asyncrl.rollout.eval_set import check_pass_at
+from asyncrl.rollout.names import check_name
 from asyncrl.settings import TAGGED, Seconds, Section, Workers
 from asyncrl.types import Sampling
 
@@ -136,6 +137,12 @@ class MixturePrompts(Section):
         """Whether the rewards that have come in decide what is asked next."""
         return any(source.goes_by_rewards for source in self.sources.values())
 
+    @model_validator(mode="after")
+    def _names_fit_into_metrics(self) -> MixturePrompts:
+        for name in self.sources:
+            check_name(name, field="prompts.sources")
+        return self
+
 
 PromptsConfig = Annotated[FunctionPrompts | JsonlPrompts | MixturePrompts, TAGGED]
 
@@ -214,7 +221,7 @@ class SetsEval(Section):
     @model_validator(mode="after")
     def _names_and_metrics_exist(self) -> SetsEval:
         for name, asked in self.sets.items():
-            check_name(name)
+            check_name(name, field="eval.sets")
             check_pass_at(name, pass_at=asked.pass_at, samples_per_prompt=asked.samples_per_prompt)
         if isinstance(self.best, KeepBest):
             if self.leading not in self.sets:

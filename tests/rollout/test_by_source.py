@@ -103,7 +103,9 @@ def test_a_prompt_of_a_source_that_was_given_nothing_ends_the_run(env, sampling,
 
 @pytest.mark.parametrize(("mapping", "message"), [
     ({"sums": 1}, r"Add \['proofs'\]"), ({"sums": 1, "proofs": 1, "sumps": 1}, "Did you mean 'sums'"),
-    ({"sums": 1, "proof": 1}, "Did you mean 'proofs'"), ({}, "an entry for each source")])
+    ({"sums": 1, "proof": 1}, "Did you mean 'proofs'"), ({}, "an entry for each source"),
+    ({"sums": 1, "proofs": 1, "x": 1}, r"\. Remove \['x'\]\.$"), ({"sums": 1, "x": 1}, r"\. Add \['proofs'\]\. Remove \['x'\]\.$"),
+    ({"sums": 1}, r"\. Add \['proofs'\]\.$")])
 def test_sources_that_are_missing_or_unknown_are_refused_at_the_start(mapping, message):
     envs, samplings = {name: REWARDED for name in mapping}, {name: HOT for name in mapping}
     with pytest.raises(ConfigError, match=rf"env = .*{message}"):

@@ -37,7 +37,8 @@ def verdict(rewards: list[float], **settings: object) -> str | None:
 
 @pytest.mark.parametrize(("rewards", "expected"), [
     ([1.0] * 4, "solved"), ([0.0] * 4, "hopeless"), ([1.0] * 3, None), ([], None), ([1.0, 0.0, 1.0, 1.0], None),
-    ([0.0] * 8 + [1.0] * 4, "solved"), ([1.0] * 8 + [0.0] * 3, None), ([2.0] * 4, "solved"), ([0.999] * 4, "hopeless")])
+    ([0.0] * 8 + [1.0] * 4, "solved"), ([1.0] * 8 + [0.0] * 3, None), ([2.0] * 4, "solved"), ([0.999] * 4, "hopeless"),
+    ([0.7 + 0.2 + 0.1] * 4, "solved")])
 def test_the_newest_rollouts_decide_and_fewer_decide_nothing(rewards, expected):
     assert verdict(rewards) == expected
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.data_config import DataSettings
+from asyncrl.rollout.data_set import DataSet
 from asyncrl.rollout.eval_set import EvalSet, check_sets
 from asyncrl.rollout.fake_engine import FakeEngine
+from asyncrl.rollout.prompts import Mixture, PromptSource
+from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Sampling
+from tests.rollout.rollout_fakes import write_tokenizer
 
 PROMPTS = (Prompt(text="1+1="),)
 
@@ -34,3 +41,16 @@ def test_sampling_that_an_engine_does_not_have_is_refused_at_the_start_naming_th
 def test_two_sets_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="sets with names of their own"):
         check_sets([EvalSet("sums", PROMPTS), EvalSet("sums", PROMPTS)], engines=[])
+
+
+def test_no_source_of_training_prompts_can_be_taken_for_a_set_with_an_environment_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"^prompts\.source = 'eval/sums'"):
+        DataSet([Prompt(text="1+1=", source="eval/sums")], settings=DataSettings(), seed=0).next()
+    with pytest.raises(ConfigError, match=r"^prompts\.sources = 'eval/sums'"):
+        Mixture({"eval/sums": PromptSource([Prompt(text="1+1=")])})
+
+
+def test_a_prompt_of_a_set_that_cannot_be_made_whole_names_the_set(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.sums\.prompts = ''"):
+        EvalSet("sums", (*PROMPTS, Prompt(text=""))).completed(tokenizer)
