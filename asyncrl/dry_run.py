@@ -76,8 +76,8 @@ def _most_new_tokens(config: RunConfig) -> int:
 
 def _learning_rates(config: RunConfig) -> str:
     """At the first step, at its highest, at the last."""
-    factors = {step: config.trainer.schedule.factor(step - 1) for step in {1, config.run.steps, *_turns(config)}}
-    return ", ".join(f"{config.trainer.learning_rate * factor:.3g} in step {step}" for step, factor in sorted(factors.items()))
+    steps = sorted({1, config.run.steps, *_turns(config)})
+    return ", ".join(f"{config.trainer.learning_rate_at(step - 1):.3g} in step {step}" for step in steps)
 
 
 def _turns(config: RunConfig) -> Iterable[int]:

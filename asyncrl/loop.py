@@ -30,7 +30,7 @@ from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
-from asyncrl.observer import Means, Observer
+from asyncrl.observer import AsideRollouts, Observer
 from asyncrl.pairs import check_deterministic, check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
@@ -265,9 +265,9 @@ class Run:
             self.buffer.add_engine(engine.name, self.trainer.version)
         self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed,
                                     error_budget=self.options.error_budget, deterministic=self.options.deterministic)
-        self.observer = Observer(Means(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s,
-                                       self.options.deterministic),
-                                 sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,
+        aside = AsideRollouts(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s,
+                              self.options.deterministic)
+        self.observer = Observer(aside, sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,
                                  probe=self.options.probe, weights=self.weights, trainer=self.trainer)
         await self.weights.start()
         self._meter = Meter(self.router)

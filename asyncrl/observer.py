@@ -25,8 +25,8 @@ _EVAL_GROUP, _PROBE_GROUP = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What rollouts outside the buffer are made with: the run's own."""
+class AsideRollouts:
+    """Rollouts outside the buffer, made with what the run's own are made with."""
 
     router: Router
     env: Env
@@ -48,7 +48,7 @@ class Observer:
     """Asks the engines when they hold the newest published version; its rollouts are trained on by nobody.
 
     Args:
-        means: what it rolls out with.
+        aside: rolls the prompts out.
         sets: held-out sets, completed.
         probed: prompts of the parity probe.
         probe: when, and how far engine and trainer may differ.
@@ -56,9 +56,9 @@ class Observer:
         trainer: scores what the probe got.
     """
 
-    def __init__(self, means: Means, *, sets: SequenceOf[EvalSet], probed: SequenceOf[Prompt], probe: ProbeConfig, weights: WeightSync,
-                 trainer: Trainer) -> None:
-        self._means, self._sets, self._probed, self._probe, self._weights, self._trainer = means, sets, probed, probe, weights, trainer
+    def __init__(self, aside: AsideRollouts, *, sets: SequenceOf[EvalSet], probed: SequenceOf[Prompt], probe: ProbeConfig,
+                 weights: WeightSync, trainer: Trainer) -> None:
+        self._aside, self._sets, self._probed, self._probe, self._weights, self._trainer = aside, sets, probed, probe, weights, trainer
         self._probe_at = 0
 
     async def evaluate(self) -> Evaluation:
@@ -78,7 +78,7 @@ class Observer:
     async def roll_out_probe(self, index: int) -> tuple[int, list[Rollout]]:
         """The version the engines hold, and the probe's rollouts. Waits until it is the newest; unblocked by sync."""
         self._probe_at = index + self._probe.every_steps
-        return await self._weights.applied(), await self._means.roll_out(self._probed, group_id=_PROBE_GROUP)
+        return await self._weights.applied(), await self._aside.roll_out(self._probed, group_id=_PROBE_GROUP)
 
     async def judge_probe(self, version: int, rollouts: SequenceOf[Rollout]) -> Parity:
         """Engine against trainer logprobs of these rollouts. Raises RunAborted with the likely cause when they differ too much."""
@@ -88,4 +88,4 @@ class Observer:
 
     async def _ask(self, asked: EvalSet) -> SetResult:
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.samples_per_prompt)]
-        return summarise(asked, await self._means.roll_out(prompts, group_id=_EVAL_GROUP, purpose=asked.name, sampling=asked.sampling))
+        return summarise(asked, await self._aside.roll_out(prompts, group_id=_EVAL_GROUP, purpose=asked.name, sampling=asked.sampling))

@@ -13,7 +13,7 @@ from asyncrl.clock import run_virtual
 from asyncrl.config import RunConfig
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import PlainFace
-from asyncrl.observer import Means, Observer
+from asyncrl.observer import AsideRollouts, Observer
 from asyncrl.rollout.env import Outcome, Session
 from asyncrl.rollout.evaluation import Evaluation, SetResult
 from asyncrl.rollout.fake_engine import FakeEngine
@@ -31,10 +31,10 @@ def evaluated(config: RunConfig, scene: Scene) -> object:
 
     async def main() -> object:
         engine = FakeEngine()
-        means = Means(await router_of(engine), FunctionEnv(run), config.sampling.build(), 0, 60.0)
+        aside = AsideRollouts(await router_of(engine), FunctionEnv(run), config.sampling.build(), 0, 60.0)
         sets = [asked.completed(Tokenizer(scene.model)) for asked in task.build_eval_sets(config)]
         weights = SimpleNamespace(applied=lambda: asyncio.sleep(0, result=0))
-        observer = Observer(means, sets=sets, probed=(), probe=config.run.probe, weights=weights, trainer=None)
+        observer = Observer(aside, sets=sets, probed=(), probe=config.run.probe, weights=weights, trainer=None)
         return (await observer.evaluate()).metrics, [(request.tokens.tolist(), request.sampling) for request in requests_of(engine)]
 
     return run_virtual(main())

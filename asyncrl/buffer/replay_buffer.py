@@ -220,9 +220,8 @@ class ReplayBuffer:
         return total([group.count for group in self._stored.values()])
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Prompts of the groups that are neither in a batch nor gone, in order of admission."""
-        return tuple(self._stored[slot.group_id].slot.prompt for slot in self._slots.values()
-                     if slot.state in (SlotState.GENERATING, SlotState.READY))
+        """Prompts of the groups that are neither trained on nor gone, in order of admission; of those in a batch that is out, too."""
+        return tuple(group.slot.prompt for group in self._stored.values())
 
     def state(self) -> dict[str, Any]:
         """What outlives the process: counters and depth, not the groups. msgpack can carry it; `restore` takes it."""

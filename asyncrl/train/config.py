@@ -220,6 +220,10 @@ class TrainerConfig(Section):
                               remedy="Set trainer.processes to 1: mixed precision is FSDP2's, and needs a process group.")
         return self
 
+    def learning_rate_at(self, version: int) -> float:
+        """Of the step that trains from this policy version."""
+        return self.learning_rate * self.schedule.factor(version)
+
     @property
     def updates_per_step(self) -> int:
         """Optimizer updates of one step."""

@@ -47,10 +47,6 @@ class Optimizer:
             self._adamw.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
             self._adamw.state[parameter] |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
 
-    def learning_rate(self, version: int) -> float:
-        """Of the step that trains from `version`."""
-        return self._config.learning_rate * self._config.schedule.factor(version)
-
     def update(self, *, version: int) -> Update:
         """Clip the accumulated gradients, step, and clear them; or clear them alone, when they are not fit to step on."""
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
@@ -60,7 +56,7 @@ class Optimizer:
             if norm > self._config.max_grad_norm:
                 torch._foreach_mul_(gradients, self._config.max_grad_norm / norm)
             for group in self._adamw.param_groups:
-                group["lr"] = self.learning_rate(version)
+                group["lr"] = self._config.learning_rate_at(version)
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return Update(grad_norm=norm, skipped=skipped)

@@ -109,7 +109,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
         _record(metrics, traces, tokens=tokens, config=trainee.config)
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
-    metrics.last("train/learning_rate/last", trainee.optimizer.learning_rate(batch.version))
+    metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
                        trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected))

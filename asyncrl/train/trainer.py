@@ -88,7 +88,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
-        return self.config.trainer.learning_rate * self.config.trainer.schedule.factor(self.version)
+        return self.config.trainer.learning_rate_at(self.version)
 
     @property
     def checkpoint_due(self) -> bool:

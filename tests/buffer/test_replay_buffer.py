@@ -318,3 +318,20 @@ def test_a_taken_group_cannot_be_dropped_but_everything_can_at_the_end():
         assert ledger.check(buffered=buffer.held(), in_flight=(0, 0)).dropped == {"end_of_run": Count(24, 8)}
 
     run_virtual(main())
+
+
+def test_a_prompt_is_unfinished_until_it_is_trained_on_or_dropped():
+    async def main():
+        buffer = make_buffer()
+        prompts = [Prompt(text=str(number)) for number in range(4)]
+        for prompt in prompts:
+            await buffer.admit(prompt)
+        for group_id in range(3):
+            complete_group(buffer, group_id, version=0)
+        buffer.drop(1, "tired")
+        batch = await buffer.take()
+        assert buffer.unfinished() == (prompts[0], prompts[2], prompts[3]), "nothing is trained on yet"
+        buffer.trained(batch)
+        assert buffer.unfinished() == (prompts[3],)
+
+    run_virtual(main())

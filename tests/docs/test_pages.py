@@ -127,3 +127,13 @@ def test_every_reason_that_something_is_dropped_for_is_explained() -> None:
                            flags=re.MULTILINE)
     assert len(reasons) >= 5
     assert sorted(explained) == sorted(reasons)
+
+
+def test_every_metric_is_on_a_page() -> None:
+    """Names that the code gives as they are; those of `correction/` stand in a table without that prefix."""
+    shown = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("metrics.md", "evaluation.md", "correction.md"))
+    stages = "reward|staleness|buffer|rollout|train|trainer|engine|weights|probe|prompts|eval"
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "asyncrl").rglob("*.py"))
+    names = set(re.findall(rf'"((?:{stages})/[a-z_/]+/(?:sum|mean|max|min|last|frac))"', code))
+    assert len(names) > 40
+    assert {name for name in names if name not in shown} == set()

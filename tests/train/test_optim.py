@@ -74,8 +74,8 @@ def test_weight_decay_is_for_matrices() -> None:
 
 def test_schedules_are_functions_of_the_version() -> None:
     def rates(schedule: object, versions: list[int]) -> list[float]:
-        optimizer = optimizer_of({"w": with_gradient([0.0], [0.0])}, schedule=schedule, learning_rate=1.0)
-        return [optimizer.learning_rate(version) for version in versions]
+        config = validated({"trainer": {"learning_rate": 1.0, "schedule": schedule}}).trainer
+        return [config.learning_rate_at(version) for version in versions]
 
     assert rates("constant", [0, 9]) == [1.0, 1.0]
     assert rates({"kind": "constant", "warm_up_steps": 4}, [0, 1, 3, 4]) == [0.25, 0.5, 1.0, 1.0]
