@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     config = load_config(options.recipe, options.settings, echo=_note)
-    check_environment(config)
+    check_environment(config, resume=options.resume)
     if options.dry_run:
         print(describe(config))
     else:

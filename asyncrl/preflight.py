@@ -30,6 +30,7 @@ from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_
 from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsEval
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
+from asyncrl.run_state import Resume
 from asyncrl.task import build_sampling, env_sections, load_rewards, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare import cache_key
@@ -78,10 +79,11 @@ class _Asked:
         return len(whole.tokens)
 
 
-def check_environment(config: RunConfig) -> None:
+def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
     """Raise ConfigError for what a recipe needs and is not there, not whole, or too small. Starts no process and leaves no file.
 
-    A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made.
+    A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made. A run that resumes has
+    room already where its older checkpoints and weights lie: newer ones replace them.
     """
     _check_packages(config)
     _check_functions(config)
@@ -96,7 +98,8 @@ def check_environment(config: RunConfig) -> None:
                 for _ in prompts:
                     """Each row is checked as it is read."""
     sizes = _sizes(config, size)
-    check_run_folder(Path(config.run.folder) / config.run.name, need_bytes=sizes.disk_bytes)
+    place = Path(config.run.folder) / config.run.name
+    check_run_folder(place, need_bytes=sizes.disk_bytes - (_held_bytes(place) if resume else 0))
     check_shared_memory(sizes.shared_bytes)
     check_loopback()
     if isinstance(config.engine, VLLMEngineConfig):
@@ -107,6 +110,12 @@ def needs_of(config: RunConfig) -> Sizes:
     """What the run takes. Raises ConfigError for a model that is not whole."""
     folder = _model_at_hand(config)
     return _sizes(config, ModelSize(0, 0) if folder is None else check_model(folder))
+
+
+def _held_bytes(folder: Path) -> int:
+    """What lies in the folder of a run and will be replaced."""
+    return sum(path.stat().st_size for name in ("checkpoints", "model", ".best-0", ".best-1")
+               for path in (folder / name).rglob("*") if path.is_file())
 
 
 def _sizes(config: RunConfig, size: ModelSize) -> Sizes:

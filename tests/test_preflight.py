@@ -396,3 +396,18 @@ def test_what_the_user_may_not_read_or_write_is_refused_with_the_kernels_words(s
     message = refusal(scene, capsys)
     assert message.startswith(f"{field} = ")
     assert "Permission denied" in message
+
+
+def test_a_run_that_resumes_needs_no_room_for_what_its_older_checkpoint_takes(scene: Scene) -> None:
+    config = parse_config(scene.tree, base=scene.folder)
+    checkpoint = scene.folder / "runs" / "r" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "rank-00000-000.safetensors").write_bytes(b"x" * 1000)
+    free = needs_of(config).disk_bytes - 1000
+    scene.patch.setattr(place_check, "free_bytes", lambda path: free if path.is_relative_to(scene.folder) else 10**12)
+    check_environment(config, resume="newest")
+    with pytest.raises(ConfigError, match=r"^run\.folder = "):
+        check_environment(config)
+    free -= 1
+    with pytest.raises(ConfigError, match=r"^run\.folder = "):
+        check_environment(config, resume="auto")

@@ -232,7 +232,8 @@ def _wandb(machine: Machine) -> Finding:
     if version is None:
         return Finding("wandb", "fail" if asked else "ok", "not installed" + ("" if asked else "; metrics go to metrics.jsonl"),
                        "pip install wandb, or run.wandb={kind: none}." if asked else "")
-    return Finding("wandb", "ok", f"{version}, online" if machine.wandb_key else f"{version}, offline: no WANDB_API_KEY; wandb sync later")
+    offline = ": no WANDB_API_KEY and no login, or WANDB_MODE; wandb sync later" if machine.wandb_mode == "offline" else ""
+    return Finding("wandb", "ok", f"{version}, {machine.wandb_mode}{offline}")
 
 
 def _loopback(machine: Machine) -> Finding:
@@ -273,6 +274,6 @@ CHECKS = (
     Check("memory", ("memory_bytes",), _memory), Check("shared memory", ("shared",), _shared_memory), Check("disk", ("runs",), _disk),
     Check("temporary", ("temporary",), _temporary), Check("limits", ("open_files", "processes"), _limits),
     Check("loopback", ("loopback_error",), _loopback), Check("gpu", ("gpus", "imports"), _gpu),
-    Check("flash-attn", ("versions", "imports"), _flash_attn), Check("wandb", ("versions", "wandb_key"), _wandb),
+    Check("flash-attn", ("versions", "imports"), _flash_attn), Check("wandb", ("versions", "wandb_mode"), _wandb),
     Check("recipe", ("needs",), _recipe))
 """Every check, in the order of the table."""

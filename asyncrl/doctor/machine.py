@@ -69,8 +69,8 @@ class Machine:
     """Most this process may open; -1 for any number."""
     processes: int | None
     """Most this user may run; -1 for any number."""
-    wandb_key: bool | None
-    """Whether WANDB_API_KEY is set."""
+    wandb_mode: str | None
+    """How a run's tracker would start: online, offline, disabled."""
     needs: Needs | None = None
     """None without a recipe."""
     problems: Mapping[str, str] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl.doctor.machine import Import, Machine, Needs, Place
 from asyncrl.errors import ConfigError
 from asyncrl.machine import free_bytes, memory_limit_bytes, usable_cores
+from asyncrl.observe.wandb_writer import wandb_mode
 from asyncrl.paths import shared_place
 from asyncrl.place_check import check_loopback, write_error
 from asyncrl.process import refuses_death_signal
@@ -52,7 +53,7 @@ def probe(*, runs: Path, needs: Callable[[], Needs] | None = None) -> Machine:
         "memory_bytes": memory_limit_bytes, "shared": lambda: _place(shared_place()),
         "temporary": lambda: _place(Path(tempfile.gettempdir())), "runs": lambda: _place(runs), "gpus": _gpus,
         "loopback_error": _loopback_error, "open_files": lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "processes": lambda: resource.getrlimit(resource.RLIMIT_NPROC)[0], "wandb_key": lambda: bool(os.environ.get("WANDB_API_KEY"))}
+        "processes": lambda: resource.getrlimit(resource.RLIMIT_NPROC)[0], "wandb_mode": wandb_mode}
     if needs is not None:
         probes["needs"] = needs
     values: dict[str, Any] = {}

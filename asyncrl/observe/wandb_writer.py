@@ -42,7 +42,7 @@ class WandbWriter:
         self._handed_over = self._written = 0
         self._rows: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=capacity_rows)
         settings = {"project": project, "name": name, "id": run_id, "resume": "allow", "config": dict(config), "dir": str(folder),
-                    "mode": _mode()}
+                    "mode": wandb_mode()}
         self._thread = threading.Thread(target=self._write_all, args=(settings,), name="wandb", daemon=True)
         self._thread.start()
 
@@ -97,8 +97,8 @@ class WandbWriter:
             self.error = f"{type(error).__name__}: {error}"
 
 
-def _mode() -> str:
-    """What WANDB_MODE says; else online when a key is set or stored."""
+def wandb_mode() -> str:
+    """How a run's tracker would start: as WANDB_MODE says; else online when a key is set or stored, or offline."""
     return os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") or _has_login() else "offline")
 
 

@@ -81,7 +81,8 @@ OUTCOMES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("flash-attn", versions(flash_attn="2.8.0") | imports(flash_attn=Import()), "ok", "2.8.0", ""),
     ("wandb", versions(wandb=None), "ok", "metrics.jsonl", ""),
     ("wandb", versions(wandb=None) | needs(wandb=True), "fail", "not installed", "pip install wandb"),
-    ("wandb", {"wandb_key": False}, "ok", "offline", ""),
+    ("wandb", {"wandb_mode": "offline"}, "ok", "offline: no WANDB_API_KEY", ""),
+    ("wandb", {"wandb_mode": "disabled"}, "ok", "0.31.0, disabled", ""),
     ("recipe", needs(), "ok", "would start", ""), ("recipe", needs(refused="prompts = 'no prompt' …"), "fail", "no prompt", "faults.md")]
 
 

@@ -10,5 +10,5 @@ IMPORTS = {"torch": Import(seconds=3.0, facts={"cuda_build": "", "cuda": False, 
 WELL = Machine(
     python=(3, 11, 7), system="Linux 6.8", death_signal_error="", versions=VERSIONS, imports=IMPORTS, machine_cores=4, usable_cores=4,
     threads_variable="", memory_bytes=16 * GB, shared=Place("/dev/shm", 8 * GB), temporary=Place("/tmp", 50 * GB),
-    runs=Place("runs", 50 * GB), gpus=(), loopback_error="", open_files=20_000, processes=-1, wandb_key=True)
+    runs=Place("runs", 50 * GB), gpus=(), loopback_error="", open_files=20_000, processes=-1, wandb_mode="online")
 NEEDS = Needs(engine="transformers", threads=2, disk_bytes=GB, shared_bytes=GB, memory_bytes=GB, wandb=False)
