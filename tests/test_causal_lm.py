@@ -79,3 +79,21 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("config", "asked", "context_tokens"), [
+    ({"max_position_embeddings": 64}, None, 64), ({"n_positions": 64}, None, 64),
+    ({"text_config": {"n_positions": 64, "vocab_size": 8}}, 32, 32), ({}, 48, 48)])
+def test_the_context_is_read_under_either_name_or_as_it_is_asked_for(tmp_path: Path, config: dict[str, object], asked: int | None,
+                                                                    context_tokens: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 16} | config))
+    assert read_facts(tmp_path, context_tokens=asked).context_tokens == context_tokens
+
+
+@pytest.mark.parametrize(("config", "asked"), [({"n_positions": 64}, 65), ({}, None)])
+def test_a_context_that_the_model_does_not_have_or_nobody_names_is_refused(tmp_path: Path, config: dict[str, object],
+                                                                           asked: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 16} | config))
+    with pytest.raises(ConfigError) as refused:
+        read_facts(tmp_path, context_tokens=asked)
+    assert refused.value.field == "engine.context_tokens"

@@ -13,6 +13,9 @@ from asyncrl.errors import ConfigError, EngineError
 from asyncrl.model_folder import model_folder, reading
 from asyncrl.rollout.engine import Capabilities, GenerationRequest
 
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
+"""Of the longest context, in config.json; GPT-2 and its kin have the second."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -27,18 +30,22 @@ class ModelFacts:
 
 
 def read_facts(model: str | Path, *, context_tokens: int | None = None) -> ModelFacts:
-    """Facts of a model; `context_tokens` lowers its limit. Raises ConfigError when it would raise it."""
+    """Facts of a model; `context_tokens` lowers its limit. Raises ConfigError when it would raise it, or neither is known."""
     folder = model_folder(model)
     config = _json(folder / "config.json")
     text = config.get("text_config") or config
     with reading(folder / "config.json"):
-        limit, vocab_size = int(text["max_position_embeddings"]), int(text["vocab_size"])
-    if context_tokens is not None and context_tokens > limit:
-        raise ConfigError("engine.context_tokens", value=context_tokens, allowed=f"at most the model's own {limit}",
+        vocab_size = int(text["vocab_size"])
+        limits = [int(text[name]) for name in _CONTEXT_NAMES if text.get(name)]
+    if context_tokens is None and not limits:
+        raise ConfigError("engine.context_tokens", value=None, allowed=f"a number, where {folder / 'config.json'} names no longest context",
+                          remedy="Set it to what the model was trained with.")
+    if context_tokens is not None and limits and context_tokens > limits[0]:
+        raise ConfigError("engine.context_tokens", value=context_tokens, allowed=f"at most the model's own {limits[0]}",
                           remedy="Lower it, or leave it out.")
     sources = (config, text, _json(folder / "generation_config.json"))
     eos = frozenset(token for source in sources for token in _token_ids(source.get("eos_token_id")))
-    return ModelFacts(folder, context_tokens or limit, vocab_size, eos)
+    return ModelFacts(folder, context_tokens or limits[0], vocab_size, eos)
 
 
 def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabilities: Capabilities) -> None:
