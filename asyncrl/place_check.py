@@ -48,8 +48,9 @@ def check_shared_memory(need_bytes: int) -> None:
     free = free_bytes(place)
     if free < need_bytes:
         raise ConfigError("shared memory", value=f"{place}, {shown_bytes(free)} free",
-                          allowed=f"{shown_bytes(need_bytes)} for two versions of the published weights and the batches of two steps",
-                          remedy="Give the container more (docker run --shm-size, or a tmpfs at /dev/shm), or remove what lies there.")
+                          allowed=f"{shown_bytes(need_bytes)} for two versions of the published weights and the batches since a checkpoint",
+                          remedy="Give the container more (docker run --shm-size, or a tmpfs at /dev/shm), remove what lies there, or "
+                                 "lower trainer.checkpoint_every_steps.")
 
 
 def check_loopback() -> None:

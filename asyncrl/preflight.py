@@ -55,7 +55,7 @@ class Sizes:
     """The exported model, the best one, twice while it changes, and the checkpoints: the last, or two, for the older goes when the
     newer is whole."""
     shared_bytes: int
-    """Two versions of the published weights, and the batches of two steps."""
+    """Two versions of the published weights, and the batches since a checkpoint: a rank that dies is given them again."""
     memory_bytes: int
     """Parameters, gradients and optimizer of the trainer, parameters and cache of the engine."""
 
@@ -124,8 +124,15 @@ def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
     held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
     exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1
     return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),
-                 shared_bytes=2 * (size.parameters * _ITEM_BYTES[config.weights.dtype] + batch),
+                 shared_bytes=2 * size.parameters * _ITEM_BYTES[config.weights.dtype] + _kept_batches(config) * batch,
                  memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
+
+
+def _kept_batches(config: RunConfig) -> int:
+    """Most batches in shared memory at once: those since the newest whole checkpoint, the next one being written beside two more."""
+    if config.trainer.processes == 0:
+        return 1
+    return min(config.run.steps, (config.trainer.checkpoint_every_steps or config.run.steps) + 2)
 
 
 def _check_packages(config: RunConfig) -> None:

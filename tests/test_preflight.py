@@ -100,7 +100,8 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     scene.set("weights.dtype", "float32")
     sizes = needs_of(parse_config(scene.tree, base=scene.folder))
     weights_bytes = (scene.model / "model.safetensors").stat().st_size
-    parameters = (sizes.shared_bytes // 2 - 2 * 2 * 4 * 32) // 4
+    batch_bytes = 2 * 2 * 4 * 32
+    parameters = (sizes.shared_bytes - batch_bytes) // (2 * 4)
     assert 0 < weights_bytes - 4 * parameters < 10_000  # the header
     assert sizes.disk_bytes == 4 * parameters + 2 * 12 * parameters
     assert sizes.memory_bytes == 20 * parameters
@@ -109,6 +110,19 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     scene.set("eval.best", {"kind": "none"})
     scene.set("trainer.checkpoint_every_steps", None)
     assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters + 12 * parameters
+
+
+def test_shared_memory_holds_every_batch_since_a_checkpoint(scene: Scene) -> None:
+    """What a rank that dies is given again."""
+    def shared_bytes(**trainer: object) -> int:
+        for name, value in trainer.items():
+            scene.set(f"trainer.{name}", value)
+        return needs_of(parse_config(scene.tree, base=scene.folder)).shared_bytes
+
+    scene.set("run.steps", 1000)
+    batch_bytes, alone = 2 * 2 * 4 * 32, shared_bytes(processes=0)
+    assert shared_bytes(processes=1, checkpoint_every_steps=10) - alone == 11 * batch_bytes
+    assert shared_bytes(checkpoint_every_steps=None) - alone == 999 * batch_bytes
 
 
 def test_a_file_saved_with_a_byte_order_mark_and_windows_line_ends_is_read(scene: Scene) -> None:

@@ -197,8 +197,8 @@ class TrainerConfig(Section):
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """So many steps in a row with a NaN or infinite gradient end the run; a single one is skipped and counted."""
     checkpoint_every_steps: int | None = Field(default=20, ge=1)
-    """What a dead rank, or a run that is resumed, costs at most in steps trained again. None: all since the start; the end of a run has
-    a checkpoint either way."""
+    """A rank that dies, or a run that is resumed, costs about so many steps at most; their batches stay in shared memory. None: all since
+    the start; the end of a run has a checkpoint either way."""
     max_restarts: int = Field(default=3, ge=0)
     """So many restarts without a finished step in between end the run."""
     step_timeout_s: Seconds = 1800.0
