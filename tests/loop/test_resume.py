@@ -235,6 +235,38 @@ def test_a_run_saves_though_a_rank_dies_while_it_writes(model: Path, tmp_path: P
     assert fate.starts == 2
 
 
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(model: Path, tmp_path: Path) -> None:
+    async def failing() -> None:
+        async with make_run(model, tmp_path, [fake()], every_steps=2) as run:
+            await steps_of(run, 2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use(failing())
+    checkpoint = checkpoint_store.newest(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    assert load_state(checkpoint).index == 2
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["dead", "silent"])
+def test_a_run_that_fails_waits_for_no_rank_that_cannot_finish_its_checkpoint(stuck: bool, model: Path, tmp_path: Path,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    fate = Fate()
+    monkeypatch.setattr("asyncrl.train.trainer.ChildRanks", fate)
+    monkeypatch.setattr("asyncrl.train.trainer._CLOSE_SAVING_S", 0.05)
+
+    async def failing() -> None:
+        async with make_run(model, tmp_path, [fake()], every_steps=2, processes=1) as run:
+            await steps_of(run, 2)
+            fate.deaths = {len(fate.calls): "silence" if stuck else "before"}
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use(failing())
+    assert fate.starts == 1, "nothing is started again for it"
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 def test_the_first_probe_comes_before_the_first_step_wherever_a_run_goes_on(model: Path, tmp_path: Path) -> None:
     async def go(steps: int, resume: str | None) -> list[StepReport]:
         async with make_run(model, tmp_path, [InlineEngine(model)], resume=resume, publish_every_steps=2) as run:

@@ -27,7 +27,8 @@ class Fate:
     """Which calls of the run kill the rank, counted from 0."""
 
     deaths: Mapping[int, str] = field(default_factory=dict)
-    """By number of the call: "before" it is done, or "after", its answer lost; "error" fails it after it was done, and the rank lives."""
+    """By number of the call: "before" it is done, or "after", its answer lost; "error" fails it after it was done, and the rank lives;
+    "silence" never answers."""
     calls: list[str] = field(default_factory=list)
     disturbed: bool = False
     """Started anew, the rank comes up with slightly other weights."""
@@ -54,6 +55,8 @@ class MortalRank(InlineRank):
         number = len(self._fate.calls)
         self._fate.calls.append(op)
         death = self._fate.deaths.get(number)
+        if death == "silence":
+            await asyncio.Event().wait()
         self._dead = self._dead or death == "before"
         if self._dead:
             raise ChildDied("killed by signal 9")
