@@ -9,6 +9,7 @@ from asyncrl.buffer.config import make_depth, make_policy
 from asyncrl.buffer.policies import FixedLag, Lease
 from asyncrl.config import RunConfig, dump_config
 from asyncrl.rollout.task_config import MixturePrompts, SetsEval
+from asyncrl.task import build_eval_sets
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -64,8 +65,8 @@ def _evaluations(config: RunConfig) -> str:
     if not isinstance(config.eval, SetsEval):
         return "none"
     steps = _shown(range(0, config.run.steps + 1, config.eval.every_steps), last=config.run.steps)
-    rollouts = sum(asked.limit * asked.samples_per_prompt for asked in config.eval.sets.values())
-    return f"after steps {steps}; at most {rollouts:,} rollouts each"
+    rollouts = sum(len(asked.prompts) * asked.samples_per_prompt for asked in build_eval_sets(config))
+    return f"after steps {steps}; {rollouts:,} rollouts each"
 
 
 def _most_new_tokens(config: RunConfig) -> int:

@@ -31,7 +31,7 @@ from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsE
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
 from asyncrl.run_state import Resume
-from asyncrl.task import build_sampling, env_sections, load_rewards, placed, prompt_sections
+from asyncrl.task import build_sampling, env_sections, eval_sections, held_out, load_rewards, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare import cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
@@ -82,7 +82,8 @@ class _Asked:
 def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
     """Raise ConfigError for what a recipe needs and is not there, not whole, or too small. Starts no process and leaves no file.
 
-    A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made. A run that resumes has
+    A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made, all for a held-out set
+    that has no limit. A run that resumes has
     room already where its older checkpoints and weights lie: newer ones replace them.
     """
     _check_packages(config)
@@ -97,6 +98,10 @@ def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
             if isinstance(section, JsonlData):
                 for _ in prompts:
                     """Each row is checked as it is read."""
+    for name, held in eval_sections(config).items():
+        if held.limit is None:
+            with placed(f"eval.sets.{name}.prompts") as field:
+                held_out(_prompts(held.prompts, field=field, source=name), name=name, limit=None)
     sizes = _sizes(config, size)
     place = Path(config.run.folder) / config.run.name
     check_run_folder(place, need_bytes=sizes.disk_bytes - (_held_bytes(place) if resume else 0))
@@ -195,10 +200,8 @@ def _check_engine(config: RunConfig, folder: Path) -> int:
 
 def _data_sections(config: RunConfig) -> list[tuple[str, FunctionData | JsonlData, str]]:
     """Every section that gives prompts: its field, itself, and the source its rows are of."""
-    sets = config.eval.sets if isinstance(config.eval, SetsEval) else {}
     prompts = [(field, section, field.rpartition(".")[2]) for field, section in prompt_sections(config).items()]
-    return [*prompts, *((f"eval.sets.{name}.prompts", asked.prompts, name) for name, asked in sets.items())]
-
+    return [*prompts, *((f"eval.sets.{name}.prompts", asked.prompts, name) for name, asked in eval_sections(config).items())]
 
 def _prompts(section: FunctionData | JsonlData, *, field: str, source: str) -> Iterator[Prompt]:
     """The prompts of a section, one by one. Whatever reading or making them fails with is a ConfigError."""

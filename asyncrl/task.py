@@ -22,6 +22,8 @@ from asyncrl.rollout.prompts import Mixture, PromptSource
 from asyncrl.rollout.task_config import EvalSetConfig, FunctionData, JsonlData, MixturePrompts, SetsEval, SingleTurnConfig
 from asyncrl.types import Prompt
 
+_MOST_HELD_OUT = 10_000
+
 
 def build_prompts(config: RunConfig) -> PromptSource:
     """The training prompts, shuffled by the run's seed."""
@@ -53,7 +55,16 @@ def build_sampling(config: RunConfig, *, others: Iterable[str]) -> Samplings:
 def build_eval_sets(config: RunConfig) -> tuple[EvalSet, ...]:
     """The held-out sets with their prompts, up to the limit of each. A set that says nothing of sampling, or of its environment, is
     sampled, or judged, as training is."""
-    return tuple(_eval_set(config, name, asked) for name, asked in _eval_sections(config).items())
+    return tuple(_eval_set(config, name, asked) for name, asked in eval_sections(config).items())
+
+
+def held_out(prompts: Iterable[Prompt], *, name: str, limit: int | None) -> tuple[Prompt, ...]:
+    """The prompts of a set, up to its limit. Raises ConfigError without one for data that go on and on: no part is chosen in silence."""
+    taken = tuple(itertools.islice(prompts, _MOST_HELD_OUT + 1 if limit is None else limit))
+    if limit is None and len(taken) > _MOST_HELD_OUT:
+        raise ConfigError(f"eval.sets.{name}.limit", value=None, allowed=f"a number, for data of more than {_MOST_HELD_OUT:,} prompts",
+                          remedy="Set it to how many should be asked at every evaluation.")
+    return taken
 
 
 def prompt_sections(config: RunConfig) -> dict[str, FunctionData | JsonlData]:
@@ -62,10 +73,15 @@ def prompt_sections(config: RunConfig) -> dict[str, FunctionData | JsonlData]:
     return sources if isinstance(config.prompts, MixturePrompts) else {"prompts": config.prompts}
 
 
+def eval_sections(config: RunConfig) -> Mapping[str, EvalSetConfig]:
+    """The held-out sets by name."""
+    return config.eval.sets if isinstance(config.eval, SetsEval) else {}
+
+
 def env_sections(config: RunConfig) -> dict[str, SingleTurnConfig]:
     """The environments by field: the run's, and those of sources and held-out sets that have one of their own."""
     return _training_envs(config) | {_eval_env_field(name): asked.env.over(config.env)
-                                     for name, asked in _eval_sections(config).items() if asked.env.is_set}
+                                     for name, asked in eval_sections(config).items() if asked.env.is_set}
 
 
 def reward_workers(config: RunConfig) -> int:
@@ -108,15 +124,11 @@ def _training_envs(config: RunConfig) -> dict[str, SingleTurnConfig]:
 
 def _eval_set(config: RunConfig, name: str, asked: EvalSetConfig) -> EvalSet:
     with placed(f"eval.sets.{name}.prompts") as field:
-        prompts = tuple(itertools.islice(_made(asked.prompts, field=field, source=name), asked.limit))
+        prompts = held_out(_made(asked.prompts, field=field, source=name), name=name, limit=asked.limit)
     return EvalSet(name, prompts, samples_per_prompt=asked.samples_per_prompt, pass_at=asked.pass_at,
                    success_reward=asked.success_reward,
                    sampling=asked.sampling.over(config.sampling.build()) if asked.sampling.is_set else None,
                    env=_single_turn(asked.env.over(config.env), field=_eval_env_field(name)) if asked.env.is_set else None)
-
-
-def _eval_sections(config: RunConfig) -> Mapping[str, EvalSetConfig]:
-    return config.eval.sets if isinstance(config.eval, SetsEval) else {}
 
 
 def _sources(config: RunConfig) -> Mapping[str, Any]:

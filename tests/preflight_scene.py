@@ -230,6 +230,8 @@ CASES: dict[str, Spoil] = {
     "a row of a held-out set that is no JSON": lambda s: (s.jsonl(b"{\n"), s.set("eval", {
         "kind": "sets", "sets": {"far": {"prompts": s.tree["prompts"]}}}), s.set("prompts", {
             "kind": "function", "function": "task.py:questions"})),
+    "a held-out set that does not end": lambda s: s.set("eval", {
+        "kind": "sets", "sets": {"hard": {"prompts": {"kind": "function", "function": "task.py:endless"}}}}),
     "prompts that are empty texts": lambda s: s.set("prompts.arguments", {"text": ""}),
     "prompts longer than the context": lambda s: s.set("prompts.arguments", {"text": "1+" * 200}),
     "messages for a model without a chat template": lambda s: s.set("prompts.arguments", {

@@ -93,7 +93,7 @@ ACCEPTED: dict[str, set[str]] = {
     "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
              *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "top_p", "top_k", "min_p"),
-             "trainer.checkpoint_every_steps", "weights.anchor_every_versions",
+             "trainer.checkpoint_every_steps", "weights.anchor_every_versions", "eval.sets.sets.limit",
              *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts", "curriculum.pass_rate.hopeless_below",
                       "curriculum.pass_rate.solved_above"),
              *of_sources_and_sets("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}

@@ -36,7 +36,7 @@ def test_the_quantities_of_the_quickstart() -> None:
     assert lines["in all"] == "100 steps, 100 updates, 51,200 rollouts; fewer if the prompts end"
     assert lines["learning rate"] == "6e-05 in step 1, 0.0006 in step 10, 0.000185 in step 100"
     assert lines["versions the engines get"] == "0, 1, 2 … 100"
-    assert lines["evaluations"] == "after steps 0, 25, 50, 75, 100; at most 256 rollouts each"
+    assert lines["evaluations"] == "after steps 0, 25, 50, 75, 100; 256 rollouts each"
     assert lines["parity probes"] == "before steps 1, 51"
     assert lines["checkpoints"] == "after steps 20, 40, 60, 80, 100"
     assert lines["folder"] == str(Path("runs/quickstart").absolute())
@@ -54,7 +54,7 @@ def test_the_quantities_of_the_quickstart() -> None:
     (["weights.publish_every_steps=2", "eval.every_steps=50"], "versions the engines get", "0, 2, 4 … 100"),
     (["weights.publish_every_steps=3", "eval.kind=none"], "parity probes", "before steps 1, 52"),
     (["eval.kind=none"], "evaluations", "none"),
-    (["run.steps=60"], "evaluations", "after steps 0, 25, 50, 60; at most 256 rollouts each"),
+    (["run.steps=60"], "evaluations", "after steps 0, 25, 50, 60; 256 rollouts each"),
     (["trainer.checkpoint_every_steps=null"], "checkpoints", "after steps 100"),
     (["run.steps=1000000"], "checkpoints", "after steps 20, 40, 60 … 1000000"),
     (["trainer.schedule=constant"], "learning rate", "0.0006 in step 1, 0.0006 in step 100"),

@@ -169,8 +169,8 @@ class EvalSetConfig(Section):
 
     prompts: DataConfig
     """What is asked; the same prompts every time."""
-    limit: int = Field(default=256, ge=1, le=1_000_000)
-    """At most this many prompts of the data."""
+    limit: int | None = Field(default=None, ge=1, le=1_000_000)
+    """At most this many prompts of the data; None: all of them, which may be 10,000."""
     samples_per_prompt: int = Field(default=1, ge=1, le=4096)
     """Rollouts of each prompt, n of pass@k."""
     pass_at: tuple[int, ...] = ()
