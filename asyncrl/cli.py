@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _told(str(error), EXIT_USAGE)
     except AsyncRLError as error:
         return _told(f"{type(error).__name__}: {error}", EXIT_FAILED)
+    except TimeoutError as error:
+        return _told(f"TimeoutError: {error}", EXIT_FAILED)
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise

@@ -6,6 +6,9 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_SHOWN = 500
+"""Characters of a value in a message."""
+
 
 class AsyncRLError(Exception):
     """Base of every error this library raises on purpose."""
@@ -23,12 +26,22 @@ class ConfigError(AsyncRLError, ValueError):
 
     def __init__(self, field: str, *, value: object, allowed: str, remedy: str) -> None:
         self.field, self.value, self.allowed, self.remedy = field, value, allowed, remedy
-        super().__init__(f"{field} = {value!r} is not allowed: {allowed}. {remedy}")
+        super().__init__(f"{field} = {_shown(value)} is not allowed: {allowed}. {remedy}")
 
     def moved(self, place: str, to: str) -> ConfigError:
         """The same mistake, its fields at and below `place` now at and below `to`."""
         fields = [f"{to}{field[len(place):]}" if f"{field}.".startswith(f"{place}.") else field for field in self.field.split(", ")]
         return ConfigError(", ".join(fields), value=self.value, allowed=self.allowed, remedy=self.remedy)
+
+
+def _shown(value: object) -> str:
+    """The value as code, in the middle of a line: its beginning when it is long, its type when it cannot be shown."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        # Of the user's own making, or a number of more digits than Python writes.
+        return f"<{type(value).__name__}; {type(error).__name__} when shown>"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}… ({len(text)} characters)"
 
 
 class ShapeError(AsyncRLError, ValueError):

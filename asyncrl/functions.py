@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,10 +23,10 @@ def resolve_reference(reference: str, *, base: Path, field: str) -> str:
                           remedy="Lambdas and bound objects cannot be named in a file; write a module-level function.")
     if not is_file:
         return reference
-    path = (base / place).resolve()
-    if not path.is_file():
-        raise ConfigError(field, value=reference, allowed="a file that exists", remedy=f"Looked for {path}.")
-    return f"{path}:{name}"
+    path = base / place
+    if not os.path.isfile(path):
+        raise ConfigError(field, value=reference, allowed="a file that exists", remedy=f"Looked for {os.path.abspath(path)}.")
+    return f"{path.resolve()}:{name}"
 
 
 def load_function(reference: str, *, field: str) -> Callable[..., Any]:

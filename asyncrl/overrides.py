@@ -32,7 +32,7 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     overrides: list[Override] = []
     for text in texts:
         path, equals, value = text.partition("=")
-        if not equals or not all(path.split(".")):
+        if not equals or not all(path.split(".")) or path.count(".") > yaml_text.DEEPEST:
             raise ConfigError("override", value=text, allowed="section.key=value", remedy="For example trainer.learning_rate=1e-4.")
         if any(path == other.path for other in overrides):
             raise ConfigError(path, value=text, allowed="each key once", remedy="Remove all but one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -21,6 +22,8 @@ def write_error(folder: Path) -> str:
     """Why nothing can be written to `folder`, or to the nearest one above it that exists; empty when something can."""
     place = existing_parent(folder)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.stat()
         with tempfile.TemporaryFile(dir=place):
             return ""
     except OSError as error:

@@ -26,7 +26,7 @@ from asyncrl.rollout.data_set import DataSet
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.judge import named_rewards
 from asyncrl.rollout.model_files import read_facts
-from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, require_prompt
+from asyncrl.rollout.prompt_rows import complete_prompt, jsonl_prompts, pack_prompts, require_prompt
 from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsEval
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
@@ -183,7 +183,7 @@ def _model_at_hand(config: RunConfig) -> Path | None:
         prepared = Path(config.run.folder) / ".cache" / cache_key(config.model, config.warm_up)
         return prepared if prepared.is_dir() else None
     with reading(config.model.path):
-        if Path(config.model.path).is_dir():
+        if os.path.isdir(config.model.path):
             return Path(config.model.path)
         if not isinstance(config.warm_up, CrossEntropyWarmUp):
             return model_folder(config.model.path)
@@ -225,6 +225,7 @@ def _check_first_prompts(prompts: Iterator[Prompt], *, field: str, asked: _Asked
     lengths = []
     for number, prompt in enumerate(itertools.islice(prompts, _PROMPTS_LOOKED_AT)):
         require_prompt(prompt)
+        pack_prompts([prompt])
         lengths.append(0 if asked is None else asked.prompt_tokens(prompt, number=number))
     if not lengths:
         raise ConfigError(field, value="no prompt", allowed="at least one prompt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
@@ -36,7 +37,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
     Raises ConfigError with the nearest name, and all of them.
     """
     for path in (Path(name_or_path), Path(f"{name_or_path}{_SUFFIX}")):
-        if path.is_file():
+        if os.path.isfile(path):
             return path
     names, name = recipe_names(), str(name_or_path).removesuffix(_SUFFIX)
     if name in names:

@@ -6,6 +6,7 @@ What the command line names lies in the working folder alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ class _Resolver:
         return resolve_reference(value, base=self._places(field)[0], field=field) if isinstance(value, str) else value
 
     def _path(self, value: str, *, field: str) -> str:
-        there = (path for place in self._places(field) if _is_there(path := place / Path(value).expanduser()))
+        there = (path for place in self._places(field) if _is_there(path := place / os.path.expanduser(value)))
         return str(next(there, value))
 
     def _places(self, field: str) -> tuple[Path, ...]:
@@ -75,8 +76,10 @@ class _Resolver:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something is; also where this user may not look: whoever reads it says so."""
+    """Whether something is; also where this user may not look: whoever reads it says so. A name no system takes leads nowhere."""
     try:
         return path.exists()
     except PermissionError:
         return True
+    except OSError:
+        return False

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig
-from asyncrl.errors import RunStopped
+from asyncrl.errors import RunAborted, RunStopped
 from asyncrl.loop import Run
 from asyncrl.observe.console import Console
 from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
@@ -106,10 +106,19 @@ async def _train_steps(run: Run, config: RunConfig, folder: RunFolder) -> None:
             await _evaluate(run, folder)
     if run.index < config.run.steps:
         folder.data_ended(run.index)
+        _require_a_step(run)
     if every and not folder.was_evaluated(run.index):
         await run.weights.publish()
         await _evaluate(run, folder)
     folder.end()
+
+
+def _require_a_step(run: Run) -> None:
+    """Raise RunAborted where all the data made no batch: there is no trained model to leave."""
+    if run.index == 0:
+        dropped = ", ".join(f"{count.rollouts} rollouts {reason}" for reason, count in run.account().dropped.items()) or "nothing was asked"
+        raise RunAborted(f"the prompts ended before the first step: of {run.prompts.cursor} that were asked no batch of "
+                         f"{run.buffer.config.groups_per_step} groups was left ({dropped})")
 
 
 async def _evaluate(run: Run, folder: RunFolder) -> Evaluation:

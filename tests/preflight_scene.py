@@ -39,6 +39,10 @@ def numbers():
     return [1, 2]
 
 
+def an_object():
+    return [Prompt(text="1", columns={"answer": {1, 2}})]
+
+
 def one_prompt():
     return 7
 
@@ -190,6 +194,11 @@ CASES: dict[str, Spoil] = {
     "a recipe that is a folder": lambda s: setattr(s, "path", s.folder),
     "a recipe that is no YAML": lambda s: setattr(s, "path", s.task),
     "a model folder that is not there": lambda s: s.set("model.path", "nowhere"),
+    "a model path longer than any can be": lambda s: s.set("model.path", "x" * 5000),
+    "a model in the home of nobody": lambda s: s.set("model.path", "~nobody-here/models/one"),
+    "a recipe path longer than any can be": lambda s: setattr(s, "path", Path("x" * 5000)),
+    "a data path longer than any can be": lambda s: s.set("prompts", {"kind": "jsonl", "path": "x" * 5000}),
+    "a run folder longer than any can be": lambda s: s.set("run.folder", "x" * 5000),
     "a model folder without config.json": lambda s: lost(s, "config.json"),
     "a model without a tokenizer": lambda s: lost(s, "tokenizer.json"),
     "a model without weights": lambda s: lost(s, "model.safetensors"),
@@ -245,6 +254,10 @@ CASES: dict[str, Spoil] = {
     "a row that is a list": lambda s: s.jsonl(b"[1, 2]\n"),
     "a row without a prompt": lambda s: s.jsonl(b'{"question": "1"}\n'),
     "a row whose prompt is a number": lambda s: s.jsonl(b'{"prompt": 3}\n'),
+    "a row of 17 MB": lambda s: s.jsonl(b'{"prompt": "' + b"1" * (17 << 20) + b'"}\n'),
+    "a column that cannot travel": lambda s: s.jsonl(b'{"prompt": "1", "number": 99999999999999999999}\n'),
+    "a column of a function's that cannot travel": lambda s: s.set("prompts.function", "task.py:an_object"),
+    "a run's name that cannot be shown": lambda s: s.set("run.name", "a\0b"),
     "a row with a message without content": lambda s: s.jsonl(b'{"prompt": [{"role": "user"}]}\n'),
     "examples without a pair": lambda s: s.warm_up("task.py:no_pairs"),
     "examples that are no texts": lambda s: s.warm_up("task.py:no_texts"),

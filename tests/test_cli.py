@@ -91,6 +91,16 @@ def test_a_full_disk_is_one_line_and_exits_1(monkeypatch: pytest.MonkeyPatch, ca
         "asyncrl: what the run writes has no place: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"]
 
 
+def test_a_child_that_does_not_answer_is_one_message_and_exits_1(monkeypatch: pytest.MonkeyPatch,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    async def silent(*given: object, **named: object) -> None:
+        raise TimeoutError("child 'trainer-0' did not answer 'start' within 3 s")
+
+    monkeypatch.setattr("asyncrl.cli.train", silent)
+    assert main(["train", str(QUICKSTART)]) == EXIT_FAILED
+    assert capsys.readouterr().err == "asyncrl: TimeoutError: child 'trainer-0' did not answer 'start' within 3 s\n"
+
+
 @pytest.mark.parametrize("options", [[], ["--quiet"]])
 def test_the_run_gets_the_console_that_was_asked_for_and_a_lost_line_is_told_of(options, monkeypatch, capsys):
     opened: list[bool] = []

@@ -120,7 +120,8 @@ def test_an_unknown_key_without_neighbour_is_shown_what_there_is():
     ({"buffer__groups_per_step": 0}, "buffer.groups_per_step"), ({"env__timeout_s": 0}, "env.timeout_s"),
     ({"trainer__learning_rate": -1.0}, "trainer.learning_rate"), ({"trainer__processes": -1}, "trainer.processes"),
     ({"sampling__temperature": 0}, "sampling.temperature"), ({"sampling__max_new_tokens": 0}, "sampling.max_new_tokens"),
-    ({"run__steps": 0}, "run.steps"), ({"run__name": ""}, "run.name"), ({"weights__publish_every_steps": 0}, "weights.publish_every_steps"),
+    ({"run__steps": 0}, "run.steps"), *(({"run__name": name}, "run.name") for name in ("", "a/../b", "/a", ".cache", "a\0b", "a\x1b[2J")),
+    ({"run__folder": "a\0b"}, "run.folder"), ({"weights__publish_every_steps": 0}, "weights.publish_every_steps"),
     ({"warm_up__until_accuracy": 1.0}, "warm_up.until_accuracy"), ({"eval__every_steps": 0}, "eval.every_steps"),
     ({"trainer__learning_rate": float("inf")}, "trainer.learning_rate"), ({"sampling__temperature": float("nan")}, "sampling.temperature"),
     ({"loss__clip_low": 1.5}, "loss.clip_low"), ({"trainer__step_timeout_s": 0}, "trainer.step_timeout_s")])
@@ -222,7 +223,8 @@ def test_a_key_is_given_once(recipe):
 
 
 @pytest.mark.parametrize("override", ["run.steps", "=3", "", "run.steps=[1", "run.steps={a: b: c}", "run.name.first=a", "run.steps=many",
-                                      "trainer.betas.0=0.5", ".run=3", "run..steps=3", "nothing=3", "run.steps=1\x00"])
+                                      "trainer.betas.0=0.5", ".run=3", "run..steps=3", "nothing=3", "run.steps=1\x00",
+                                      "run.steps=&x [*x]", "run.steps=" + "9" * 5000, "run.steps=0x" + "f" * 6000, "a." * 2000 + "b=1"])
 def test_a_bad_override_is_a_config_error(recipe, override):
     with pytest.raises(ConfigError):
         load_config(recipe, [override])
@@ -239,7 +241,8 @@ def test_an_unknown_override_names_its_neighbour(recipe):
 
 
 @pytest.mark.parametrize(("reward", "text"), [("none.py:f", "Looked for"), ("lambda p, c: 1.0", "module-level function"),
-                                              ("is_correct", "file.py:function")])
+                                              ("is_correct", "file.py:function"), ("a\0b.py:f", "Looked for"),
+                                              ("a" * 5000 + ".py:f", "Looked for")])
 def test_a_bad_reference_is_refused_by_its_field(reward, text):
     error = refused(env__reward=reward)
     assert error.field == "env.reward"

@@ -30,3 +30,19 @@ def test_our_errors_are_rebuilt_as_their_class_and_others_are_remote() -> None:
         assert type(remote) is RemoteError
         assert str(remote).startswith(f"child 'e': {type(kind).__name__}: ")
     assert isinstance(remote, AsyncRLError)
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError("not I")
+
+
+@pytest.mark.parametrize(("value", "shown"), [("x" * 10_000, "'xxx"), (16**5000, "<int; ValueError when shown>"),
+                                              (Unshown(), "<Unshown; RuntimeError when shown>")],
+                         ids=["long", "number", "unshown"])
+def test_a_value_that_is_long_or_cannot_be_shown_leaves_the_message_readable(value: object, shown: str) -> None:
+    error = ConfigError("run.steps", value=value, allowed="a number", remedy="Give one.")
+    assert f"run.steps = {shown}" in str(error)
+    assert str(error).endswith("is not allowed: a number. Give one.")
+    assert len(str(error)) < 1000
+    assert error.value is value

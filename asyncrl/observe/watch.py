@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from asyncrl import yaml_text
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import Console
 from asyncrl.observe.follow import Follower
@@ -25,7 +24,7 @@ _LOG_BYTES = 2000
 def find_run(name: str, *, runs: Path = _RUNS) -> Path:
     """The folder of a run: `name` itself, or below `runs`. Raises ConfigError when neither is a folder."""
     for folder in (Path(name), runs / name):
-        if folder.is_dir():
+        if os.path.isdir(folder):
             return folder.resolve()
     known = sorted(str(path.parent.relative_to(runs)) for path in runs.glob("**/config.yaml"))
     near = difflib.get_close_matches(name, known)
@@ -77,11 +76,11 @@ class Watch:
 
     def _begin(self, *, resumed: bool, may_be_half_written: bool) -> None:
         try:
-            tree = yaml.safe_load((self._folder / "config.yaml").read_text(encoding="utf-8"))
+            tree = yaml_text.read((self._folder / "config.yaml").read_text(encoding="utf-8"))
             self._settings = RunSettings.of(tree)
         except FileNotFoundError:
             return
-        except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        except (yaml_text.YAMLError, ValueError, TypeError, KeyError) as error:
             if may_be_half_written:
                 return
             raise ConfigError("config.yaml", value=str(self._folder), allowed="the settings of a run of this version",

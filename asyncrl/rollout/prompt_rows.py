@@ -17,6 +17,8 @@ from asyncrl.types import Prompt
 
 _TEMPLATE_COLUMN = "chat_template_kwargs"
 """TRL's name for the variables that a row hands to the chat template."""
+_MOST_ROW_BYTES = 16 << 20
+"""Longer ones are a file without line ends: a context of a million tokens has 4 MB."""
 
 
 def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> Prompt:
@@ -42,8 +44,7 @@ def pack_prompts(prompts: Iterable[Prompt]) -> bytes:
         return pack([prompt.to_wire() for prompt in kept])
     except (TypeError, OverflowError, ValueError):
         for prompt in kept:
-            for name, value in prompt.columns.items():
-                _require_packable(value, field=f"prompts.columns.{name}")
+            _require_columns(prompt.columns, field="prompts.columns")
         raise
 
 
@@ -52,12 +53,14 @@ def unpack_prompts(data: bytes) -> tuple[Prompt, ...]:
     return tuple(map(Prompt.from_wire, unpack(data)))
 
 
-def _require_packable(value: object, *, field: str) -> None:
-    try:
-        pack(value)
-    except (TypeError, OverflowError, ValueError) as error:
-        raise ConfigError(field, value=type(value).__name__, allowed="what msgpack can carry: text, numbers, lists, mappings, bytes",
-                          remedy=f"Make the column one of these: {error}.") from error
+def _require_columns(columns: Mapping[str, Any], *, field: str) -> None:
+    for name, value in columns.items():
+        try:
+            pack(value)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise ConfigError(f"{field}.{name}", value=type(value).__name__,
+                              allowed="what msgpack can carry: text, numbers, lists, mappings, bytes",
+                              remedy=f"Make the column one of these: {error}.") from error
 
 
 def _rendered(prompt: Prompt, tokenizer: Tokenizer) -> str:
@@ -126,7 +129,10 @@ def jsonl_prompts(path: Path, *, source: str) -> Iterator[Prompt]:
             raise ConfigError("prompts.path", value=str(path), allowed="an existing JSONL file",
                               remedy="Check the path: a recipe's paths are looked for beside it, then in the working folder.")
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_ROW_BYTES + 1), b""), 1):
+                if len(line) > _MOST_ROW_BYTES:
+                    raise ConfigError(f"prompts.path line {number}", value=line[:80], allowed=f"rows of at most {_MOST_ROW_BYTES} bytes",
+                                      remedy="Write one prompt a line, ended by a line feed.")
                 text = _decoded(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number=number)
                 if text:
                     yield _row_prompt(text, field=f"prompts.path line {number}", source=source)
@@ -145,12 +151,13 @@ def _decoded(line: bytes, *, number: int) -> str:
 def _row_prompt(line: str, *, field: str, source: str) -> Prompt:
     try:
         row: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(field, value=line[:80], allowed="one JSON object a line", remedy=f"Mend the row: {error}.") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
         raise ConfigError(field, value=line[:80], allowed="an object with a text or a list of messages under 'prompt'",
                           remedy="Rename the column.")
     prompt = row.pop("prompt")
+    _require_columns(row, field=f"{field} columns")
     if isinstance(prompt, str):
         return Prompt(text=prompt, columns=row, source=source)
     _require_conversation(prompt, field=field)

@@ -152,12 +152,21 @@ def test_messages_nobody_can_answer_are_refused_in_files_and_in_code(tmp_path, m
         complete_prompt(Prompt(messages=messages), prompt_id="p", tokenizer=chat_tokenizer(tmp_path / "chat"))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"question": "1"}', '{"prompt": 5}', '{"prompt": []}', '{"prompt": [{"role": "user"}]}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"question": "1"}', '{"prompt": 5}', '{"prompt": []}', '{"prompt": [{"role": "user"}]}',
+                                  '{"prompt": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", f'{{"prompt": "1", "x": {"9" * 5000}}}',
+                                  '{"prompt": "1", "x": 99999999999999999999}',
+                                  '{"prompt": "' + "1" * (17 << 20) + '"}'], ids=lambda line: line[:40])
 def test_a_bad_row_is_named_by_its_number(tmp_path, line):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"prompts\.path line 2"):
         read_jsonl(path)
+
+
+def test_a_mark_of_the_encoding_and_line_ends_of_any_system_are_no_part_of_a_row(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\r\n\r\n{"prompt": "2"}')
+    assert [prompt.text for prompt in read_jsonl(path)] == ["1", "2"]
 
 
 def test_a_missing_file_is_refused(tmp_path):
