@@ -68,8 +68,8 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _name_stays_in_the_folder(self) -> RunSection:
         if not self.name.isprintable() or any(part == "" or part.startswith(".") for part in self.name.split("/")):
-            raise ConfigError("run.name", value=self.name, allowed="a name below run.folder, of letters and signs that can be shown, no part "
-                              "of it empty or hidden", remedy="Set run.folder to write elsewhere.")
+            raise ConfigError("run.name", value=self.name, allowed="a name below run.folder, of letters and signs that can be shown, no "
+                              "part of it empty or hidden", remedy="Set run.folder to write elsewhere.")
         if not self.folder.isprintable():
             raise ConfigError("run.folder", value=self.folder, allowed="a path of letters and signs that can be shown",
                               remedy="Rename the folder.")
