@@ -32,8 +32,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A line of a summary."""
+class Topic:
+    """What a summary says about one thing."""
 
     title: str
     cells: tuple[Cell, ...]
@@ -105,7 +105,7 @@ class Board:
         quantity = BY_METRIC.get(metric)
         return metric in values and not (quantity.is_healthy(values[metric], self.settings) if quantity else math.isfinite(values[metric]))
 
-    def sections(self, values: Mapping[str, float]) -> list[Section]:
+    def topics(self, values: Mapping[str, float]) -> list[Topic]:
         """The lines of a summary of `values`: those of one step, or of `window()`."""
         def cell(metric: str, form: Form, text: str = "{}") -> Cell:
             return Cell(text.format(form(values.get(metric))), self.is_marked(values, metric))
@@ -113,32 +113,32 @@ class Board:
         settings = self.settings
         probed = f" (step {self._probe['step']:.0f})" if self._probe else ""
         return [
-            Section("reward", (self._reward(values), *self._sources(values))),
+            Topic("reward", (self._reward(values), *self._sources(values))),
             *self._functions(values),
-            Section("held-out", self.held_out()),
-            Section("stale", (cell("staleness/token/mean", number, "mean {} steps"),
-                              cell("staleness/token/max", count, f"max {{}} of {settings.max_staleness}")), in_step_line=True),
-            Section("buffer", (cell("buffer/depth/last", count, "depth {} slots"), cell("buffer/held/last", count, "{} held"),
-                               cell("buffer/ready/last", count, "{} ready"), cell("buffer/length_bias/last", number, "length bias {}"))),
-            Section("mismatch", (Cell(f"{_tiny(self._probe.get('probe/gap/mean'))} at equal weights{probed}",
-                                      self.is_marked(self._probe, "probe/gap/mean")),
-                                 cell("correction/logprob_gap/mean", _tiny, "{} with staleness"))),
-            Section("correction", (cell("correction/ess/frac", number, "ess {}"), cell("correction/clipped/frac", percent, "clip {}"),
-                                   cell("correction/kept/frac", percent, "kept {}"),
-                                   cell("correction/truncated/frac", percent, "truncated {}"))),
-            Section("rollouts", (cell("rollout/truncated_frac/mean", percent, "cut {}"),
-                                 Cell(f"errors {_listed(self._errors)}", self.is_marked(values, "rollout/errors/sum")),
-                                 self._dead_groups(values))),
-            Section("dropped", (Cell(f"{_listed(self._dropped)} groups so far"),)),
-            Section("speed", (cell("rollout/tokens_per_s/last", count, "engines {} tok/s"),
-                              cell("train/tokens_per_s/last", count, "trainer {} tok/s"),
-                              cell("train/period_s/last", _tiny, "{} s a step"))),
-            Section("waiting", self._waiting(values)),
-            Section("weights", (cell("weights/sync_s/mean", _tiny, "sync {} s"), cell("weights/density/mean", percent, "{} changed"),
-                                cell("weights/payload_bytes/mean", count, "{}B sent"))),
-            Section("update", (cell("train/loss/mean", _tiny, "loss {}"), cell("train/entropy/mean", number, "entropy {}"),
-                               cell("train/grad_norm/last", _tiny, "grad {}"), cell("train/learning_rate/last", _tiny, "lr {}"),
-                               cell("train/skipped_steps/sum", count, "skipped {}"))),
+            Topic("held-out", self.held_out()),
+            Topic("stale", (cell("staleness/token/mean", number, "mean {} steps"),
+                            cell("staleness/token/max", count, f"max {{}} of {settings.max_staleness}")), in_step_line=True),
+            Topic("buffer", (cell("buffer/depth/last", count, "depth {} slots"), cell("buffer/held/last", count, "{} held"),
+                             cell("buffer/ready/last", count, "{} ready"), cell("buffer/length_bias/last", number, "length bias {}"))),
+            Topic("mismatch", (Cell(f"{_tiny(self._probe.get('probe/gap/mean'))} at equal weights{probed}",
+                                    self.is_marked(self._probe, "probe/gap/mean")),
+                               cell("correction/logprob_gap/mean", _tiny, "{} with staleness"))),
+            Topic("correction", (cell("correction/ess/frac", number, "ess {}"), cell("correction/clipped/frac", percent, "clip {}"),
+                                 cell("correction/kept/frac", percent, "kept {}"),
+                                 cell("correction/truncated/frac", percent, "truncated {}"))),
+            Topic("rollouts", (cell("rollout/truncated_frac/mean", percent, "cut {}"),
+                               Cell(f"errors {_listed(self._errors)}", self.is_marked(values, "rollout/errors/sum")),
+                               self._dead_groups(values))),
+            Topic("dropped", (Cell(f"{_listed(self._dropped)} groups so far"),)),
+            Topic("speed", (cell("rollout/tokens_per_s/last", count, "engines {} tok/s"),
+                            cell("train/tokens_per_s/last", count, "trainer {} tok/s"),
+                            cell("train/period_s/last", _tiny, "{} s a step"))),
+            Topic("waiting", self._waiting(values)),
+            Topic("weights", (cell("weights/sync_s/mean", _tiny, "sync {} s"), cell("weights/density/mean", percent, "{} changed"),
+                              cell("weights/payload_bytes/mean", count, "{}B sent"))),
+            Topic("update", (cell("train/loss/mean", _tiny, "loss {}"), cell("train/entropy/mean", number, "entropy {}"),
+                             cell("train/grad_norm/last", _tiny, "grad {}"), cell("train/learning_rate/last", _tiny, "lr {}"),
+                             cell("train/skipped_steps/sum", count, "skipped {}"))),
         ]
 
     def held_out(self) -> tuple[Cell, ...]:
@@ -179,11 +179,11 @@ class Board:
         if len(known) > _MOST_NAMES:
             yield Cell(f"and {len(known) - _MOST_NAMES} more sources")
 
-    def _functions(self, values: Mapping[str, float]) -> list[Section]:
+    def _functions(self, values: Mapping[str, float]) -> list[Topic]:
         """Rewards by function, where there are several."""
         cells = [Cell(f"{shorten(name, _NAME_WIDTH)} {number(value)}", not math.isfinite(value))
                  for name, value in _named(values, "reward/function.", "/mean")]
-        return [Section("functions", tuple(cells[:_MOST_NAMES]))] if len(cells) > 1 else []
+        return [Topic("functions", tuple(cells[:_MOST_NAMES]))] if len(cells) > 1 else []
 
     def _dead_groups(self, values: Mapping[str, float]) -> Cell:
         rate = values.get("buffer/zero_variance/frac")

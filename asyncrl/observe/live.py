@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.board import Board, Section, title
+from asyncrl.observe.board import Board, Topic, title
 from asyncrl.observe.figures import duration, printable, shorten
 from asyncrl.observe.health import table
 from asyncrl.observe.output import Output
@@ -91,14 +91,14 @@ class LiveFace:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(ratio=1)
         rows.add_row("step", ProgressBar(total=max(1, settings.steps), completed=min(board.step, settings.steps)))
-        for section in board.sections(board.latest):
-            rows.add_row(section.title, _words(section))
+        for topic in board.topics(board.latest):
+            rows.add_row(topic.title, _words(topic))
         idle = "" if self._stepped_s is None else f", last step {duration(time.monotonic() - self._stepped_s)} ago"
         return Panel(rows, width=min(_WIDEST, self._console.width), title=Text(shorten(settings.name, 30), style="bold"),
                      subtitle=Text(f"{title(board)}{idle}"))
 
 
-def _words(section: Section) -> Text:
-    """The cells of a section, those outside their healthy range in red and marked: colour is not for everyone."""
-    cells = [Text(cell.text + MARK, style="bold red") if cell.is_marked else Text(cell.text) for cell in section.cells]
+def _words(topic: Topic) -> Text:
+    """The cells of a topic, those outside their healthy range in red and marked: colour is not for everyone."""
+    cells = [Text(cell.text + MARK, style="bold red") if cell.is_marked else Text(cell.text) for cell in topic.cells]
     return Text(", ").join(cells)

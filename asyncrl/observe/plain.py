@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.observe.board import WINDOW_STEPS, Board, Section, title
+from asyncrl.observe.board import WINDOW_STEPS, Board, Topic, title
 from asyncrl.observe.figures import count, duration, number, percent, wrapped
 from asyncrl.observe.health import WIDTH, table
 
@@ -54,11 +54,11 @@ def step_line(board: Board) -> str:
     return "".join([*cells, duration(board.eta_s).rjust(_ETA)])
 
 
-def section_lines(section: Section, *, width: int = WIDTH) -> list[str]:
-    """A section in as many lines as it takes."""
-    text = ", ".join(cell.text + MARK * cell.is_marked for cell in section.cells)
+def topic_lines(topic: Topic, *, width: int = WIDTH) -> list[str]:
+    """A topic in as many lines as it takes."""
+    text = ", ".join(cell.text + MARK * cell.is_marked for cell in topic.cells)
     lines = wrapped(text, width - _INDENT)
-    return [f"  {section.title:{_INDENT - 2}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])]
+    return [f"  {topic.title:{_INDENT - 2}}{lines[0]}", *(" " * _INDENT + line for line in lines[1:])]
 
 
 def _sentence(text: str) -> list[str]:
@@ -96,7 +96,7 @@ class PlainFace:
 
     def evaluated(self, board: Board) -> None:
         """The board has a new evaluation."""
-        _each(self._write, section_lines(Section("held-out", board.held_out())))
+        _each(self._write, topic_lines(Topic("held-out", board.held_out())))
 
     def caught_up(self, board: Board) -> None:
         """The board has taken in rows that are not new."""
@@ -118,9 +118,9 @@ class PlainFace:
         """The newest steps in words; the step lines above have the rest."""
         self._since_summary = 0
         self._write(f"-- {title(board)} ".ljust(WIDTH, "-"))
-        for section in board.sections(board.window()):
-            if not section.in_step_line:
-                _each(self._write, section_lines(section))
+        for topic in board.topics(board.window()):
+            if not topic.in_step_line:
+                _each(self._write, topic_lines(topic))
 
 
 def _each(write: Write, lines: list[str]) -> None:

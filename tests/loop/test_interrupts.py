@@ -104,7 +104,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on_where_it_was(signum: signal
     summary = json.loads((tmp_path / "told" / "summary.json").read_text())
     assert (summary["steps"], summary["ledger_closed"]) == (len(made) + 3, True)
     assert "ended_early" not in summary
-    assert summary["tokens_dropped"]["resume"] >= 0
+    assert "resume" in summary["tokens_dropped"]
     written = [json.loads(line)["step"] for line in (tmp_path / "told" / "rollouts.jsonl").read_text().splitlines()]
     assert sorted(set(written)) == list(range(1, len(made) + 4))
     assert all(written.count(step) == 4 for step in set(written)), "no group is written twice"
