@@ -216,9 +216,14 @@ class Run:
         with self._meter.aside():
             return await self._or_failure(self.observer.evaluate())
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no batch is being trained on."""
+        return not self.buffer.batch_is_out
+
     def state(self) -> RunState:
-        """What a checkpoint of now holds beside the trainer's weights."""
-        account = self.ledger.account(buffered=self.buffer.held(), in_flight=self.worker.in_flight()).given_up("resume")
+        """What a checkpoint of now holds beside the trainer's weights. Raises LedgerError: an account that does not close never will."""
+        account = self.account().given_up("resume")
         return RunState(index=self.index, version=self.trainer.version, prompts=self.prompts.state(),
                         unfinished=(*self.buffer.unfinished(), *self._waiting), account=account, buffer=self.buffer.state(),
                         notes=self.notes)

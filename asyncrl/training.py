@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.child import Child
 from asyncrl.config import RunConfig
-from asyncrl.errors import RunAborted, RunStopped
+from asyncrl.errors import AsyncRLError, RunAborted, RunStopped
 from asyncrl.loop import Run
 from asyncrl.observe.console import Console
 from asyncrl.rollout.config import InlineEngineConfig, TransformersEngineConfig
@@ -70,7 +70,11 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
 
 
 async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> None:
-    """Run `stepping`. Cancelled, the step under way is finished, unless it takes too long, and a checkpoint written before the end."""
+    """Run `stepping`, and write a checkpoint if it ends before its end.
+
+    Cancelled, the step under way is finished first, unless it takes too long. Of a failure beside the steps, in rollouts, data or
+    engines, the trainer does not know: what it has trained need not be trained again.
+    """
     task = asyncio.ensure_future(stepping)
     try:
         await asyncio.shield(task)
@@ -85,6 +89,13 @@ async def _finishing_the_step(run: Run, stepping: Coroutine[Any, Any, None]) -> 
             task.result()
         except RunStopped:
             await run.save()
+        raise
+    except AsyncRLError as failure:
+        if run.index and run.is_between_steps:
+            try:
+                await run.save()
+            except AsyncRLError as error:
+                failure.add_note(f"nor can it be saved, {type(error).__name__}: {error}")
         raise
 
 

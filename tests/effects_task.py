@@ -38,6 +38,14 @@ def broken(prompt: Prompt, completion: str) -> float:
     raise ZeroDivisionError("a line of the reward")
 
 
+def broken_after_a_while(prompt: Prompt, completion: str) -> float:
+    """As `varied` for the first 60 answers of a worker, then raises."""
+    return varied(prompt, completion) if next(_JUDGED) < 60 else broken(prompt, completion)
+
+
+_JUDGED = itertools.count()
+
+
 def always_two(prompt: Prompt, completion: str) -> float:
     """2."""
     return 2.0

@@ -12,6 +12,7 @@ import pytest
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import LedgerError, RunAborted
+from asyncrl.loop import Run
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import PlainFace
 from asyncrl.run_state import load_state
@@ -61,6 +62,33 @@ def test_a_run_that_fails_says_why_cause_first(tmp_path: Path) -> None:
     assert summary["steps"] == 0
     assert str(summary["ended_early"]).startswith("RunAborted: ")
     assert "a line of the reward" in str(summary["ended_early"])
+
+
+def test_a_run_whose_rollouts_fail_saves_what_it_had_trained(tmp_path: Path) -> None:
+    """Its trainer is well: no step need be made again once the reward is mended."""
+    with pytest.raises(RunAborted, match="ZeroDivisionError"):
+        asyncio.run(trained(config(tmp_path, reward="broken_after_a_while")))
+    summary = summary_of(tmp_path)
+    assert summary["steps"] > 0
+    checkpoint = newest(tmp_path / "early" / "checkpoints")
+    assert checkpoint is not None
+    state = load_state(checkpoint)
+    assert (state.index, state.account.is_closed) == (summary["steps"], True)
+
+
+def test_a_run_whose_ledger_does_not_close_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not close after a resume either."""
+    measured = Run._measure
+
+    def lost(run: Run, *args: object, **settings: object) -> dict[str, float]:
+        run.ledger.dropped("lost", tokens=4, rollouts=1)
+        return measured(run, *args, **settings)
+
+    monkeypatch.setattr(Run, "_measure", lost)
+    with pytest.raises(LedgerError, match="does not close") as failure:
+        asyncio.run(trained(config(tmp_path, reward="varied")))
+    assert any("LedgerError" in note for note in failure.value.__notes__)
+    assert newest(tmp_path / "early" / "checkpoints") is None
 
 
 def test_a_run_that_is_interrupted_keeps_its_steps_and_closes_its_ledger(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ class ReplayBuffer:
         return self._version
 
     @property
+    def batch_is_out(self) -> bool:
+        """Whether a batch was taken and is not trained on yet."""
+        return self._batch is not None
+
+    @property
     def ledger(self) -> Ledger | None:
         """Where completions and drops are accounted."""
         return self._ledger
