@@ -8,8 +8,8 @@ from pathlib import Path
 from asyncrl.buffer.config import make_depth, make_policy
 from asyncrl.buffer.policies import FixedLag, Lease
 from asyncrl.config import RunConfig, dump_config
-from asyncrl.rollout.task_config import MixturePrompts, SetsEval
-from asyncrl.task import build_eval_sets
+from asyncrl.rollout.task_config import SetsEval
+from asyncrl.task import build_eval_sets, most_new_tokens
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -26,7 +26,7 @@ def _a_step(config: RunConfig) -> list[str]:
     groups, size, trainer = config.buffer.groups_per_step, config.buffer.group_size, config.trainer
     rollouts = groups * size
     return [
-        f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * _most_new_tokens(config):,} sampled tokens",
+        f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * most_new_tokens(config):,} sampled tokens",
         f"updates: {_plural(trainer.updates_per_step, 'update')} a step, {groups // trainer.minibatches_per_step} groups each "
         f"(minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs})",
         *_staleness(config)]
@@ -67,12 +67,6 @@ def _evaluations(config: RunConfig) -> str:
     steps = _shown(range(0, config.run.steps + 1, config.eval.every_steps), last=config.run.steps)
     rollouts = sum(len(asked.prompts) * asked.samples_per_prompt for asked in build_eval_sets(config))
     return f"after steps {steps}; {rollouts:,} rollouts each"
-
-
-def _most_new_tokens(config: RunConfig) -> int:
-    """Of a completion, whatever the source of its prompt."""
-    sources = config.prompts.sources.values() if isinstance(config.prompts, MixturePrompts) else ()
-    return max(sampling.max_new_tokens or 0 for sampling in (config.sampling, *(source.sampling for source in sources)))
 
 
 def _learning_rates(config: RunConfig) -> str:

@@ -31,7 +31,7 @@ from asyncrl.rollout.task_config import FunctionData, JsonlData, KeepBest, SetsE
 from asyncrl.rollout.transformers_engine import require_transformers
 from asyncrl.rollout.vllm_engine import require_vllm
 from asyncrl.run_state import Resume
-from asyncrl.task import build_sampling, env_sections, eval_sections, held_out, load_rewards, placed, prompt_sections
+from asyncrl.task import build_sampling, env_sections, eval_sections, held_out, load_rewards, most_new_tokens, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare import cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
@@ -83,8 +83,7 @@ def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
     """Raise ConfigError for what a recipe needs and is not there, not whole, or too small. Starts no process and leaves no file.
 
     A JSONL file is read through once, a row at a time; of what a function yields the first 64 prompts are made, all for a held-out set
-    that has no limit. A run that resumes has
-    room already where its older checkpoints and weights lie: newer ones replace them.
+    that has no limit. A run that resumes has room already where its older checkpoints and weights lie: newer ones replace them.
     """
     _check_packages(config)
     _check_functions(config)
@@ -125,7 +124,7 @@ def _held_bytes(folder: Path) -> int:
 
 def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
     checkpoints = 1 if config.trainer.checkpoint_every_steps is None else 2
-    batch = config.buffer.groups_per_step * config.buffer.group_size * config.sampling.max_new_tokens * _TOKEN_BYTES
+    batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * _TOKEN_BYTES
     held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
     exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1
     return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),

@@ -89,6 +89,11 @@ def reward_workers(config: RunConfig) -> int:
     return sum(section.workers for section in env_sections(config).values())
 
 
+def most_new_tokens(config: RunConfig) -> int:
+    """Of a completion that is trained on, whatever the source of its prompt."""
+    return max(sampling.max_new_tokens or 0 for sampling in (config.sampling, *(source.sampling for source in _sources(config).values())))
+
+
 def load_rewards(config: SingleTurnConfig, *, field: str) -> Callable[..., Any] | dict[str, Callable[..., Any]]:
     """The reward function, or several by name. Raises ConfigError for one that cannot be imported."""
     if isinstance(config.reward, str):

@@ -178,3 +178,12 @@ def test_a_run_that_resumes_needs_no_room_for_what_its_older_checkpoint_takes(sc
     free -= 1
     with pytest.raises(ConfigError, match=r"^run\.folder = "):
         check_environment(config, resume="auto")
+
+
+def test_room_for_batches_is_asked_for_the_longest_answers_of_any_source(scene: Scene) -> None:
+    source = {"kind": "function", "function": "task.py:questions"}
+    scene.tree["prompts"] = {"kind": "mixture", "sources": {"short": source, "long": source | {"sampling": {"max_new_tokens": 40}}}}
+    mixed = needs_of(parse_config(scene.tree, base=scene.folder)).shared_bytes
+    scene.set("prompts", source)
+    scene.set("sampling.max_new_tokens", 40)
+    assert mixed == needs_of(parse_config(scene.tree, base=scene.folder)).shared_bytes

@@ -43,8 +43,8 @@ class PassRateCurriculum(Section):
     """Prompts that the policy always or never solves are passed over for a while: their groups would have no gradient.
 
     A prompt is judged by its newest `min_rollouts` rollouts, and asked again, with an empty record, when the verdict has expired. Of a
-    data set of n rows at most n / `recheck_after_prompts` of what is asked is such a re-check, however much of it is solved. Verdicts
-    are kept in memory, about 160 bytes a row, and in checkpoints, about 50.
+    data set of n rows at most n / `recheck_after_prompts` of what is asked is such a re-check, however much of it is solved; only where
+    nothing else is left, all of it is. Verdicts are kept in memory, about 160 bytes a row, and in checkpoints, about 50.
     """
 
     kind: Literal["pass_rate"]
