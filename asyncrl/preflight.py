@@ -33,6 +33,7 @@ from asyncrl.rollout.vllm_engine import require_vllm
 from asyncrl.run_state import Resume
 from asyncrl.task import build_sampling, env_sections, eval_sections, held_out, load_rewards, most_new_tokens, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
+from asyncrl.train.history import KEPT_CHECKPOINTS
 from asyncrl.train.prepare import cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
 from asyncrl.training import build_engine
@@ -52,8 +53,7 @@ class Sizes:
     """What a run takes of the machine, by its model and settings; a model that is not made yet counts 0."""
 
     disk_bytes: int
-    """The exported model, the best one, twice while it changes, and the checkpoints: the last, or two, for the older goes when the
-    newer is whole."""
+    """The exported model, the best one, twice while it changes, and the checkpoints: as many as are kept and the one being written."""
     shared_bytes: int
     """Two versions of the published weights, and the batches since a checkpoint: a rank that dies is given them again."""
     memory_bytes: int
@@ -123,7 +123,8 @@ def _held_bytes(folder: Path) -> int:
 
 
 def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
-    checkpoints = 1 if config.trainer.checkpoint_every_steps is None else 2
+    every = config.trainer.checkpoint_every_steps
+    checkpoints = min(KEPT_CHECKPOINTS, config.run.steps // every if every else 0) + 1
     batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * _TOKEN_BYTES
     held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
     exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1

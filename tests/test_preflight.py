@@ -103,13 +103,16 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     batch_bytes = 2 * 2 * 4 * 32
     parameters = (sizes.shared_bytes - batch_bytes) // (2 * 4)
     assert 0 < weights_bytes - 4 * parameters < 10_000  # the header
-    assert sizes.disk_bytes == 4 * parameters + 2 * 12 * parameters
+    assert sizes.disk_bytes == 4 * parameters + 12 * parameters
     assert sizes.memory_bytes == 20 * parameters
     scene.set("eval", {"kind": "sets", "sets": {"held_out": {"prompts": {"kind": "function", "function": "task.py:questions"}}}})
-    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 3 * 4 * parameters + 2 * 12 * parameters
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 3 * 4 * parameters + 12 * parameters
     scene.set("eval.best", {"kind": "none"})
-    scene.set("trainer.checkpoint_every_steps", None)
-    assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 4 * parameters + 12 * parameters
+    for steps, every, checkpoints in ((100, None, 1), (100, 60, 2), (100, 20, 3)):
+        scene.set("run.steps", steps)
+        scene.set("trainer.checkpoint_every_steps", every)
+        held = (4 + 12 * checkpoints) * parameters
+        assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == held, "the newest two, and the one being written"
 
 
 def test_shared_memory_holds_every_batch_since_a_checkpoint(scene: Scene) -> None:
