@@ -116,14 +116,22 @@ def _warm_up(folder: Path, config: CrossEntropyWarmUp, *, tell: Callable[[str], 
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         if step % config.check_every_steps == 0 or step == config.max_steps:
-            with torch.no_grad():
-                accuracy = float(completion_logprobs(net, held_out).sum(-1).exp().mean())
+            accuracy = _accuracy(net, held_out, batch_size=config.batch_size)
             tell(f"warm-up step {step}: accuracy {accuracy:.3f} of {config.until_accuracy:g}, loss {float(loss.detach()):.3f}")
             if accuracy >= config.until_accuracy:
                 net.save_pretrained(folder)
                 return {"steps": step, "accuracy": accuracy, "loss": float(loss.detach())}
     raise RunAborted(f"warm_up.until_accuracy = {config.until_accuracy} was not reached in max_steps = {config.max_steps} "
                      f"(reached {accuracy:.3f}): raise max_steps, or ask for less")
+
+
+def _accuracy(net: Any, held_out: tuple[Any, Any], *, batch_size: int) -> float:
+    """Mean probability of the held-out completions, forwarded as many at once as the examples are: one forward set the child's peak."""
+    import torch
+
+    with torch.no_grad():
+        parts = zip(*(rows.split(batch_size) for rows in held_out), strict=True)
+        return float(torch.cat([completion_logprobs(net, part).sum(-1).exp() for part in parts]).mean())
 
 
 def _end_of_sequence(eos_tokens: int | list[int] | None, folder: Path) -> int:
