@@ -35,7 +35,7 @@ from machine import ROOT, commit, machine
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.functions import load_function
-from asyncrl.observe.jsonl import read_jsonl
+from asyncrl.observe.jsonl import iterate_jsonl
 from asyncrl.observe.plain import HEADER
 from asyncrl.observe.summary import mean_of, total_of
 from asyncrl.process import die_with_parent, last_lines
@@ -156,7 +156,7 @@ def run_asyncrl(task: Task, settings: Variant, *, seed: int, steps: int, folder:
     overrides = [f"{key}={value}" for key, value in everything.items()]
     lines = watched([sys.executable, "-m", "asyncrl.cli", "train", RECIPES[task.name], *overrides], log=folder / "errors.log",
                     environment={})
-    rows = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "step" in row]
+    rows = [row for row in iterate_jsonl(folder / "run" / "metrics.jsonl") if "step" in row]
     seconds = tuple(row["wall_s"] for row in rows)
     begin_s = next(at_s for at_s, line in lines if line == HEADER) - seconds[0]
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))

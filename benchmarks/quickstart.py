@@ -19,7 +19,7 @@ from typing import Any
 from machine import ROOT, commit, machine
 from matplotlib.figure import Figure
 
-from asyncrl.observe.jsonl import read_jsonl
+from asyncrl.observe.jsonl import iterate_jsonl
 from asyncrl.observe.summary import reward_curve
 
 RESULT = ROOT / "benchmarks" / "results" / "quickstart.json"
@@ -37,7 +37,7 @@ def run_seed(recipe: str, seed: int, *, folder: Path, overrides: list[str]) -> d
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     prepared = re.search(r"prepared in (\d+) s", done.stdout)
-    steps, rewards = reward_curve([row for row in read_jsonl(folder / name / "metrics.jsonl") if "step" in row])
+    steps, rewards = reward_curve([row for row in iterate_jsonl(folder / name / "metrics.jsonl") if "step" in row])
     return {"seed": seed, "warm_up_s": int(prepared.group(1)) if prepared else None,
             "summary": json.loads((folder / name / "summary.json").read_text()), "steps": steps,
             "rewards": [round(reward, 4) for reward in rewards]}

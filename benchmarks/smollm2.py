@@ -20,7 +20,7 @@ import yaml
 from machine import ROOT, commit, machine
 from matplotlib.figure import Figure
 
-from asyncrl.observe.jsonl import read_jsonl
+from asyncrl.observe.jsonl import iterate_jsonl
 
 RECIPE = "recipes/smollm2/sums.yaml"
 RESULT = ROOT / "benchmarks" / "results" / "smollm2.json"
@@ -47,7 +47,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if "ended_early" in summary:
         raise SystemExit(f"{folder} ended early: {summary['ended_early']}")
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "step" in row]
+    rows = [row for row in iterate_jsonl(folder / "metrics.jsonl") if "step" in row]
     curves = {part: [round(row[name], 4) for row in rows] for part, name in CURVES.items()}
     edges = {part: {"first": statistics.mean(values[:EDGE_STEPS]), "last": statistics.mean(values[-EDGE_STEPS:])}
              for part, values in curves.items()}

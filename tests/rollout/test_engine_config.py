@@ -24,7 +24,7 @@ def test_the_kind_selects_the_engine_and_its_fields_alone() -> None:
     assert isinstance(parse({"kind": "inline", "max_batch_requests": 8}), InlineEngineConfig)
     assert isinstance(parse({"kind": "transformers", "threads": 2}), TransformersEngineConfig)
     assert isinstance(parse({"kind": "vllm", "kv_cache_bytes": 2**22}), VLLMEngineConfig)
-    for wrong in ({"kind": "inline", "threads": 2}, {"kind": "transformers", "max_batch_requests": 8}, {"kind": "sglang"},
+    for wrong in ({"kind": "inline", "kv_cache_tokens": 9}, {"kind": "transformers", "max_batch_requests": 8}, {"kind": "sglang"},
                   {"kind": "vllm", "kv_cache_tokens": 9}):
         with pytest.raises(ValidationError):
             parse(wrong)
