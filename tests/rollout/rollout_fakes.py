@@ -84,10 +84,10 @@ async def one_turn(prompt: Prompt, session: Session) -> Outcome:
 
 
 def worker_of(router: Router, function: Callable[[Prompt, Session], Awaitable[Outcome]] = one_turn, *, ledger: Ledger | None = None,
-              max_new_tokens: int = 4, error_budget: float = 0.5) -> RolloutWorker:
+              max_new_tokens: int = 4, error_budget: float = 0.5, deterministic: bool = False) -> RolloutWorker:
     """A worker whose environment is `function`."""
     return RolloutWorker(router, FunctionEnv(function), sampling=Sampling(max_new_tokens=max_new_tokens), ledger=ledger or Ledger(), seed=3,
-                         error_budget=error_budget)
+                         error_budget=error_budget, deterministic=deterministic)
 
 
 def write_tokenizer(folder: Path, *, adds_bos: bool = False) -> Path:

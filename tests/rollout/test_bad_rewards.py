@@ -98,7 +98,7 @@ class Scene:
 
     def __init__(self, folder: Path, bad: Callable[[], object], *, error_budget: float, timeout_s: float = TIMEOUT_S) -> None:
         def f(prompt: Prompt, completion: str) -> Any:
-            return bad() if prompt.prompt_id == "bad" else 1.0
+            return bad() if prompt.prompt_id == "bad" else raises() if prompt.prompt_id == "raises" else 1.0
 
         self.ledger = Ledger()
         self.env = SingleTurn({"f": f}, workers=1, timeout_s=timeout_s, memory_bytes=2**26)
@@ -151,6 +151,18 @@ def test_a_reward_that_only_hangs_ends_the_run_long_before_the_budget_would(tmp_
             assert [(await scene.run("bad")).status for _ in range(3)] == [TIMEOUT] * 3
             with pytest.raises(RunAborted, match=r"no judgement has ended for 4 times env\.timeout_s"):
                 await scene.run("bad")
+        finally:
+            await scene.env.close()
+
+    asyncio.run(asyncio.wait_for(main(), BOUND_S))
+
+
+def test_a_reward_that_raises_between_hangs_shows_that_it_does_not_only_hang(tmp_path: Path) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, hangs_deaf, error_budget=0.9)
+        try:
+            ended = [(await scene.run(name)).status for name in ("bad", "bad", "bad", "raises", "bad", "bad")]
+            assert ended == [TIMEOUT] * 3 + [ERROR] + [TIMEOUT] * 2
         finally:
             await scene.env.close()
 

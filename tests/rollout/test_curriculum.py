@@ -165,3 +165,8 @@ def test_prompts_that_are_too_long_are_passed_over_and_counted_by_source(tokeniz
 def test_a_source_of_prompts_that_are_all_too_long_says_so(tokenizer, make, curriculum):
     with pytest.raises(RunAborted, match=r"longer than its max_prompt_tokens = 1: the newest, row \d+, has 2"):
         next(PromptSource(make(), max_prompt_tokens=1, curriculum=curriculum).stream(tokenizer))
+
+
+def test_one_short_prompt_among_long_ones_is_found_in_every_order_and_is_enough(tokenizer):
+    source = PromptSource([Prompt(text="1"), *[Prompt(text="123")] * 5], shuffle="full", max_prompt_tokens=2)
+    assert ask(source, tokenizer, 40) == [0] * 40

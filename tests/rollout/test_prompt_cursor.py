@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
@@ -136,7 +136,8 @@ def test_each_row_is_asked_exactly_once_an_epoch(tokenizer, data):
     assert all(prompt.row == prompt.columns["number"] for prompt in prompts)
 
 
-@given(weights=st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5), count=st.integers(1, 200))
+@example(weights=[50.0] + [1.0] * 7, count=45)
+@given(weights=st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0, 50.0]), min_size=2, max_size=8), count=st.integers(1, 200))
 def test_shares_of_a_mixture_are_exact_at_every_moment(tokenizer, weights, count):
     names = [f"s{number}" for number in range(len(weights))]
     mixture = Mixture({name: PromptSource(counting()) for name in names}, weights=dict(zip(names, weights, strict=True)))

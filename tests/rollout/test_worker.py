@@ -11,11 +11,13 @@ from asyncrl.accounting import Count, Ledger
 from asyncrl.clock import run_virtual
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
 from asyncrl.rollout.engine import Interruption
-from asyncrl.rollout.env import Outcome
+from asyncrl.rollout.env import Outcome, SingleTurn
 from asyncrl.rollout.evaluate import roll_out_all
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
-from asyncrl.types import Prompt, Rollout, Status
-from tests.rollout.rollout_fakes import ScriptedEngine, chunk, one_turn, requests_of, router_of, worker_of
+from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.tokenizer import Tokenizer
+from asyncrl.types import Prompt, Rollout, Sampling, Status
+from tests.rollout.rollout_fakes import ScriptedEngine, chunk, one_turn, requests_of, router_of, worker_of, write_tokenizer
 
 PROMPT = Prompt(text="1+", tokens=(3, 4), source="sums", prompt_id="sums/9")
 
@@ -235,3 +237,28 @@ def test_what_an_engine_refuses_is_asked_once_and_its_words_are_kept():
     assert rollout.status is Status.ENGINE_ERROR
     assert "400: prompt holds an unknown token" in rollout.error
     assert len(requests_of(engine)) == 1
+
+
+@pytest.mark.parametrize(("deterministic", "waves"), [(True, ["5.0.0.0", "5.1.0.0"]), (False, [None, None])])
+def test_in_a_deterministic_run_a_request_that_may_come_at_any_time_is_sampled_alone(deterministic, waves):
+    async def main():
+        engine = FakeEngine()
+        worker = worker_of(await router_of(engine), deterministic=deterministic)
+        for index in range(2):
+            await worker.run(PROMPT, group_id=5, index=index)
+        return [request.wave for request in requests_of(engine)]
+    assert run_virtual(main()) == waves
+
+
+def test_in_a_deterministic_run_the_requests_of_a_group_that_come_at_once_are_sampled_together(tmp_path):
+    async def main():
+        engine, env = FakeEngine(token_s=0.0), SingleTurn({"one": lambda prompt, completion: 1.0})
+        env.start(tmp_path, Tokenizer(write_tokenizer(tmp_path)))
+        try:
+            worker = RolloutWorker(await router_of(engine), env, sampling=Sampling(), ledger=Ledger(), seed=0, deterministic=True)
+            for group_id, index in ((5, 0), (5, 1), (6, 0)):
+                await worker.run(PROMPT, group_id=group_id, index=index)
+            return [request.wave for request in requests_of(engine)]
+        finally:
+            await env.close()
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == ["5", "5", "6"]
