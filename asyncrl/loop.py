@@ -160,7 +160,7 @@ class Run:
                 skips += 1
                 if skips == _MAX_SKIPS_IN_A_ROW:
                     raise RunAborted(f"{skips} prompts in a row leave no room for an answer: the newest has {len(prompt.tokens)} tokens, "
-                                     f"the engine's context {self.router.context_tokens}")
+                                     f"the engine's context {self.router.context_tokens}. Shorten them, or raise engine.context_tokens.")
             else:
                 skips = 0
                 self._slots.put_nowait(await self.buffer.admit(prompt))

@@ -55,10 +55,11 @@ def check_evaluation(evaluation: SetsEval, *, env: SingleTurnConfig, sampling: S
 
 
 def check_deadline(env: SingleTurnConfig, *, buffer: BufferConfig, field: str = "env") -> None:
-    """Raise ConfigError for a reward that may take longer than the buffer waits."""
-    if env.timeout_s >= buffer.stall_timeout_s:
+    """Raise ConfigError for a judgement, a call of each reward function, that may take longer than the buffer waits."""
+    calls = len(env.reward) if isinstance(env.reward, dict) else 1
+    if calls * env.timeout_s >= buffer.stall_timeout_s:
         raise ConfigError(f"{field}.timeout_s, buffer.stall_timeout_s", value=(env.timeout_s, buffer.stall_timeout_s),
-                          allowed="a reward that ends before the buffer takes the run for dead",
+                          allowed="rewards that end, all calls together, before the buffer takes the run for dead",
                           remedy=f"Lower {field}.timeout_s or raise buffer.stall_timeout_s.")
 
 

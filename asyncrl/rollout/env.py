@@ -182,7 +182,7 @@ class SingleTurn:
         reward: `f(prompt: Prompt, completion: str) -> float`, or TRL's `f(prompts, completions, **columns) -> list[float]`;
             several as a mapping from name to function, summed.
         workers: reward processes.
-        timeout_s: deadline of one judgement; the worker that misses it is killed and replaced.
+        timeout_s: deadline of one call of a reward function; the worker that misses it is killed and replaced.
     """
 
     def __init__(self, reward: Callable[..., object] | Mapping[str, Callable[..., object]], *, workers: int = 1,

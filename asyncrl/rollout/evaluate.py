@@ -30,7 +30,8 @@ async def roll_out_all(worker: RolloutWorker, prompts: SequenceOf[Prompt], *, gr
     except TimeoutError:
         open_ids = [prompt.prompt_id for prompt, task in zip(prompts, started, strict=True) if task.cancelled()]
         raise RunAborted(f"{len(open_ids)} of {len(prompts)} rollouts outside the buffer have not ended, and none has for "
-                         f"{stall_timeout_s:g} s; among them {open_ids[:8]}") from None
+                         f"{stall_timeout_s:g} s; among them {open_ids[:8]}. See the engine's log, or raise "
+                         "buffer.stall_timeout_s.") from None
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
     return [task.result() for task in started]

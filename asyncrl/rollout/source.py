@@ -141,5 +141,6 @@ class Source:
     def _look_again(self, newest: Prompt, passed_over: int, *, judged: bool) -> None:
         if not judged:
             raise RunAborted(f"{passed_over} prompts of source {newest.source!r} in a row are longer than its max_prompt_tokens = "
-                             f"{self._settings.max_prompt_tokens}: the newest, row {newest.row}, has {len(newest.tokens)}")
+                             f"{self._settings.max_prompt_tokens}: the newest, row {newest.row}, has {len(newest.tokens)}. "
+                             "Raise it, or shorten the prompts.")
         self._rates.void(asked=self.handed_out)

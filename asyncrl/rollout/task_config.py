@@ -73,7 +73,7 @@ class SingleTurnConfig(Section):
     workers: Workers = 1
     """Processes that judge, each one completion at a time."""
     timeout_s: Seconds = 10.0
-    """Deadline of a judgement; the worker that passes it is killed, and the rollout counts as failed."""
+    """Deadline of one call of a reward function; the worker that passes it is killed, and the rollout counts as failed."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """Private memory a reward worker may take beyond what it inherits; None gives the workers half of the memory together."""
 
@@ -89,7 +89,7 @@ class SourceEnv(Section):
     workers: Workers | None = None
     """Reward workers of its own."""
     timeout_s: Seconds | None = None
-    """Deadline of a judgement."""
+    """Deadline of one call of a reward function."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """Private memory a reward worker may take beyond what it inherits."""
 
