@@ -8,6 +8,8 @@ from typing import Any
 
 _MOST_SHOWN = 500
 """Characters of a value in a message."""
+_MOST_TEXT = 2000
+"""Characters of what somebody else's error says."""
 
 
 class AsyncRLError(Exception):
@@ -110,6 +112,15 @@ class RunStopped(AsyncRLError):
 
 class RunAborted(AsyncRLError):
     """A safety limit ended the run; the message names the limit and the likely cause."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error of a user's code says: its beginning when it is long, for it may hold a whole answer, or why it says nothing."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        return f"<{type(failure).__name__} when shown>"
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… ({len(text)} characters)"
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

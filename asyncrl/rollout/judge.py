@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.channel import CLOSE, Channel, unpack
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, RewardError, text_of
 from asyncrl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[..., object]
@@ -81,7 +81,7 @@ def _judge(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[in
     except BaseException as error:
         text = "".join(traceback.format_exception(error))[-_TRACE_CHARS:]
         bound = " (what a worker may take is env.memory_bytes)" if isinstance(error, MemoryError) else ""
-        return {"error": f"reward {reward.name!r} raised {type(error).__name__}: {error}{bound}\n{text}"}
+        return {"error": f"reward {reward.name!r} raised {type(error).__name__}: {text_of(error)}{bound}\n{text}"}
     return {"value": value, "seconds": time.perf_counter() - began_s}
 
 

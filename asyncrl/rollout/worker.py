@@ -7,7 +7,7 @@ import traceback
 
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
-from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError
+from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError, text_of
 from asyncrl.rollout.by_source import Samplings, asks_at_once, sampling_of
 from asyncrl.rollout.env import Env, Outcome, Session, Waves
 from asyncrl.rollout.error_budget import ErrorBudget
@@ -73,7 +73,7 @@ class RolloutWorker:
                 if _is_cancelled(failure):
                     raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
-                error = f"{type(failure).__name__}: {failure}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
+                error = f"{type(failure).__name__}: {text_of(failure)}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
             if self._budget is not None:
                 self._budget.ended(outcome.status, source=prompt.source, error=error)
         except BaseException as end:

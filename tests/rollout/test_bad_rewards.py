@@ -33,6 +33,19 @@ def raises() -> object:
     raise ValueError("x is not a number")
 
 
+def raises_a_book() -> object:
+    raise ValueError("x" * 10**6)
+
+
+class Unshown(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not I")
+
+
+def raises_what_cannot_be_shown() -> object:
+    raise Unshown
+
+
 def recurses() -> object:
     return recurses()
 
@@ -76,7 +89,8 @@ def kills_the_zygote() -> object:
 ERROR, TIMEOUT = Status.REWARD_ERROR, Status.REWARD_TIMEOUT
 BAD: list[tuple[Callable[[], object], Status, str]] = [
     (raises, ERROR, "reward 'f' raised ValueError: x is not a number"),
-    (recurses, ERROR, "reward 'f' raised RecursionError"),
+    (raises_a_book, ERROR, f"reward 'f' raised ValueError: {'x' * 2000}… (1000000 characters)"),
+    (raises_what_cannot_be_shown, ERROR, "reward 'f' raised Unshown: <RuntimeError when shown>"), (recurses, ERROR, "reward 'f' raised RecursionError"),
     (lambda: sys.exit(4), ERROR, "reward 'f' raised SystemExit: 4"),
     (lambda: os._exit(3), ERROR, "reward 'f' ended its worker: exit code 3"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), ERROR, "reward 'f' ended its worker: killed by signal 9 (SIGKILL)"),
@@ -89,7 +103,7 @@ BAD: list[tuple[Callable[[], object], Status, str]] = [
     (lambda: {"f": 1.0}, ERROR, "reward 'f' returned {'f': 1.0} (dict)"),
     (hangs_deaf, TIMEOUT, "reward 'f' ran longer than 1 s"), (prints, TIMEOUT, "reward 'f' ran longer than 1 s"),
     (hangs_beside_a_process_in_a_session_of_its_own, TIMEOUT, "reward 'f' ran longer than 1 s")]
-NAMES = ["raises", "recurses", "sys.exit", "os._exit", "kill -9", "segfault", "closes", "allocates", "None", "nan", "inf", "str", "list",
+NAMES = ["raises", "a book", "unshown", "recurses", "sys.exit", "os._exit", "kill -9", "segfault", "closes", "allocates", "None", "nan", "inf", "str", "list",
          "dict", "hangs", "prints", "leaves"]
 
 

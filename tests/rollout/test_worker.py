@@ -69,6 +69,15 @@ def test_a_failure_is_a_status_with_its_text_and_no_reward(error, status):
     ledger.completed(rollout)
 
 
+def test_an_error_that_is_long_or_cannot_be_shown_is_a_failure_like_any_other():
+    class Unshown(Exception):
+        def __str__(self):
+            raise RuntimeError("not I")
+
+    assert run_one(raising(Unshown()))[0].error.startswith("Unshown: <RuntimeError when shown>\n")
+    assert len(run_one(raising(ValueError("x" * 10**6)))[0].error) < 10_000
+
+
 def test_a_rollout_that_fails_before_its_first_token_closes_too():
     rollout, ledger = run_one(raising(ValueError("no"), after_tokens=False))
     assert (rollout.sequences, rollout.num_tokens, rollout.first_version) == ((), 0, -1)
