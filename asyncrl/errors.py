@@ -115,12 +115,12 @@ class RunAborted(AsyncRLError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error of a user's code says: its beginning when it is long, for it may hold a whole answer, or why it says nothing."""
+    """What an error says; of a user's code its beginning when it is long, for it may hold a whole answer, or why it says nothing."""
     try:
         text = str(error)
     except Exception as failure:
         return f"<{type(failure).__name__} when shown>"
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… ({len(text)} characters)"
+    return text if len(text) <= _MOST_TEXT or isinstance(error, AsyncRLError) else f"{text[:_MOST_TEXT]}… ({len(text)} characters)"
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

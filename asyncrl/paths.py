@@ -45,9 +45,13 @@ class RunPaths:
         return self.shared / "batches"
 
     def make(self) -> None:
-        """Create every folder."""
+        """Create every folder. Raises ConfigError where something else is in the way."""
         for folder in (self.root, self.logs, self.checkpoints, self.weights, self.batches):
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError("run.folder", value=str(folder), allowed="a folder that can be written, or made",
+                                  remedy=f"{error.strerror or error}. Remove what is in the way, or set run.folder.") from error
 
 
 def shared_place() -> Path:

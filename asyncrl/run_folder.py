@@ -68,8 +68,8 @@ class RunFolder:
     def _take_up(self, state: RunState) -> list[dict[str, Any]]:
         """Cut what was written after the checkpoint. Gives the rows that were written before it."""
         require_same_model(state.notes.get("config", {}), self._config)
-        rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: row.get("trainer_step", row.get("eval_version", 0)) <= state.index)
-        cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: row["step"] <= state.index)
+        rows = cut_jsonl(self.path / "metrics.jsonl", keep=lambda row: _is_up_to(state.index, row, "trainer_step", "eval_version"))
+        cut_jsonl(self.path / "rollouts.jsonl", keep=lambda row: _is_up_to(state.index, row, "step"))
         self._evaluations = {row["eval/step/last"]: self._leading_reward(row) for row in rows if "eval_version" in row}
         self._wall_s = rows[-1]["wall_s"] if rows else 0.0
         self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
@@ -188,6 +188,12 @@ class RunFolder:
         self._console.row(row)
         if self._wandb:
             self._wandb.write(row)
+
+
+def _is_up_to(index: int, row: Mapping[str, Any], *names: str) -> bool:
+    """Whether a row, by the first of these fields it has, is of the first `index` steps. What has none is no row of ours."""
+    step = next((row[name] for name in names if name in row), None)
+    return isinstance(step, int) and step <= index
 
 
 def move_aside(folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.paths import claim, is_claimed, make_shared_folder
+from asyncrl.paths import RunPaths, claim, is_claimed, make_shared_folder
 
 
 def made_by_another() -> Path:
@@ -56,6 +56,13 @@ def test_a_place_where_no_folder_can_be_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.folder.*file"):
         claim(tmp_path / "file" / "run")
+
+
+def test_what_lies_in_the_way_of_a_run_s_folders_is_named(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "logs").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder = '.*/mine/logs' is not allowed.*Remove what is in the way"):
+        RunPaths(root=tmp_path / "mine", shared=tmp_path / "shared").make()
 
 
 def test_whether_a_folder_is_claimed_can_be_asked_without_being_in_the_way(tmp_path):

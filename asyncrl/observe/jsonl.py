@@ -30,17 +30,18 @@ class JsonlWriter:
 
 
 def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file `JsonlWriter` wrote, one at a time; a line that was not finished is left out."""
-    with path.open(encoding="utf-8") as lines:
+    """The objects of a file `JsonlWriter` wrote, one at a time; a line that was not finished is left out, and so is what is no object."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
         yield from (row for line in lines if (row := _parsed(line)) is not None)
 
 
 def cut_jsonl(path: Path, *, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Leave the rows to keep in the file, and give them. A last line that was not finished goes; a missing file has no rows.
+    """Leave the rows to keep in the file, and give them. A last line that was not finished goes, and so does what is no object, as
+    a machine that lost its power may leave it; a missing file has no rows.
 
     The file is replaced as a whole: who reads it meanwhile sees the old rows or the new ones.
     """
-    written = path.read_text(encoding="utf-8") if path.exists() else ""
+    written = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     kept = [(line, row) for line in written.splitlines() if (row := _parsed(line)) is not None and keep(row)]
     whole = "".join(f"{line}\n" for line, _ in kept)
     if whole != written:
@@ -62,9 +63,10 @@ def rollout_rows(group: RolloutGroup, *, step: int, decode: Callable[[Any], str]
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
-    except ValueError:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    return row if isinstance(row, dict) else None
 
 
 def _plain(value: Any) -> Any:

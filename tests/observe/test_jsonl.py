@@ -54,6 +54,14 @@ def test_rows_that_are_written_after_a_cut_stand_on_lines_of_their_own(tmp_path)
     assert path.read_text(encoding="utf-8") == '{"step": 1}\n'
 
 
+def test_what_is_no_object_is_no_row_whatever_a_lost_power_left_in_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\0\0\0\n\xff\xfe\n[]\n3\nnull\n"x"\n' + b"[" * 100_000 + b'\n{"step": 2}\n{"st')
+    assert list(iterate_jsonl(path)) == [{"step": 1}, {"step": 2}]
+    assert cut_jsonl(path, keep=lambda row: row["step"] <= 2) == [{"step": 1}, {"step": 2}]
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_rollout_loads_again_token_by_token(tmp_path):
     builder = SequenceBuilder([5, 6])
     builder.sampled(np.asarray([7, 8], np.int32), logprobs=np.asarray([-0.25, -1.5], np.float32), policy_version=3, kv_fresh=True, turn=0)

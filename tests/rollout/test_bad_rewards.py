@@ -89,8 +89,9 @@ def kills_the_zygote() -> object:
 ERROR, TIMEOUT = Status.REWARD_ERROR, Status.REWARD_TIMEOUT
 BAD: list[tuple[Callable[[], object], Status, str]] = [
     (raises, ERROR, "reward 'f' raised ValueError: x is not a number"),
-    (raises_a_book, ERROR, f"reward 'f' raised ValueError: {'x' * 2000}… (1000000 characters)"),
-    (raises_what_cannot_be_shown, ERROR, "reward 'f' raised Unshown: <RuntimeError when shown>"), (recurses, ERROR, "reward 'f' raised RecursionError"),
+    (raises_a_book, ERROR, "xxx… (1000000 characters)"),
+    (raises_what_cannot_be_shown, ERROR, "reward 'f' raised Unshown: <RuntimeError when shown>"),
+    (recurses, ERROR, "reward 'f' raised RecursionError"),
     (lambda: sys.exit(4), ERROR, "reward 'f' raised SystemExit: 4"),
     (lambda: os._exit(3), ERROR, "reward 'f' ended its worker: exit code 3"),
     (lambda: os.kill(os.getpid(), signal.SIGKILL), ERROR, "reward 'f' ended its worker: killed by signal 9 (SIGKILL)"),
@@ -103,8 +104,8 @@ BAD: list[tuple[Callable[[], object], Status, str]] = [
     (lambda: {"f": 1.0}, ERROR, "reward 'f' returned {'f': 1.0} (dict)"),
     (hangs_deaf, TIMEOUT, "reward 'f' ran longer than 1 s"), (prints, TIMEOUT, "reward 'f' ran longer than 1 s"),
     (hangs_beside_a_process_in_a_session_of_its_own, TIMEOUT, "reward 'f' ran longer than 1 s")]
-NAMES = ["raises", "a book", "unshown", "recurses", "sys.exit", "os._exit", "kill -9", "segfault", "closes", "allocates", "None", "nan", "inf", "str", "list",
-         "dict", "hangs", "prints", "leaves"]
+NAMES = ["raises", "a book", "unshown", "recurses", "sys.exit", "os._exit", "kill -9", "segfault", "closes", "allocates", "None", "nan",
+         "inf", "str", "list", "dict", "hangs", "prints", "leaves"]
 
 
 class Scene:
