@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from asyncrl.cli import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE
+from asyncrl.interrupts import _ONE_REQUEST_S
 from asyncrl.run_state import load_state
 from asyncrl.train.checkpoint_store import newest
 from tests.loop.processes import alive, descendants, gone_within
@@ -118,12 +119,13 @@ def test_a_second_signal_ends_a_run_at_once(model: Path, tmp_path: Path) -> None
         for pid in family:
             if "asyncrl.train.rank" in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
                 os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        time.sleep(1.0)
-        assert process.poll() is None, "the first one waits for the step"
+        assert process.stderr is not None
+        assert any("a step under way is finished" in line for line in process.stderr), "the first one is heard"
+        time.sleep(2 * _ONE_REQUEST_S)
+        assert process.poll() is None, "and waits for the step"
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=5.0) == EXIT_INTERRUPTED
+        assert process.wait(timeout=20.0) == EXIT_INTERRUPTED, "long before the step is given up"
         assert gone_within(family, 5.0), alive(family)
         assert not shared_folders(process.pid)
 
