@@ -52,7 +52,7 @@ class ChatTemplate:
         given = self._tokens | {"tools": None, "documents": None} | dict(variables)
         try:
             return self._template.render(given | {"messages": list(messages), "add_generation_prompt": True})
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError) as error:
             raise ConfigError("prompts", value=messages, allowed=f"messages that the chat template of {self._folder} renders",
                               remedy=f"It says: {type(error).__name__}: {error}.") from error
 

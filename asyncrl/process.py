@@ -93,9 +93,13 @@ def reap(pid: int, *, asked: bool, inherited_bytes: int = 0) -> Exit:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a log file, at most 20 lines, headed by its path."""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _LAST_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+    """The end of a log file, at most 20 lines, headed by its path; why there is none, where it was removed."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LAST_BYTES))
+            read = file.read()
+    except OSError as error:
+        return f"{log} cannot be read: {error.strerror}"
+    lines = read.decode("utf-8", errors="replace").splitlines()[-_LAST_LINES:]
     return "\n".join([f"last lines of {log}:", *lines]) if lines else f"{log} is empty"

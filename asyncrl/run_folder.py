@@ -131,6 +131,7 @@ class RunFolder:
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
+        self.path.mkdir(parents=True, exist_ok=True)
         rows = self._steps()
         summary = self._summary(account, rows=rows) | ({"ended_early": self._ended_early} if self._ended_early else {})
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

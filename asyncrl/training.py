@@ -59,8 +59,11 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
                 await run.finish()
                 run.account()
             except BaseException as failure:
+                gone = [place for place in (folder.path, run.paths.shared) if not place.is_dir()]
+                if gone and isinstance(failure, Exception):
+                    failure = RunAborted(f"{gone[0]} was removed while the run went on: {failure}")
                 folder.ends_early(failure)
-                raise
+                raise failure
             finally:
                 await run.finish()
                 summary = folder.summarise(run.ledger.account(buffered=run.buffer.held(), in_flight=run.worker.in_flight()))

@@ -153,7 +153,8 @@ def test_a_template_that_is_no_jinja_is_refused(tmp_path, template):
 
 @pytest.mark.parametrize(("template", "words"), [
     (HEADERS, "only users and assistants talk here"), ("{{ messages[0].content + 1 }}", "TypeError"), ("{{ nobody.content }}", "nobody"),
-    ("{{ messages.append(1) }}", "not callable|unsafe|SecurityError"), ("{{ ''.__class__.__mro__ }}", "unsafe")])
+    ("{{ messages.append(1) }}", "not callable|unsafe|SecurityError"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"), ("{{ 'x' * 10 ** 18 }}", "MemoryError")])
 def test_a_template_that_refuses_or_misbehaves_is_told_in_its_own_words(tmp_path, template, words):
     with pytest.raises(ConfigError, match=words):
         ChatTemplate(folder_with(tmp_path, template)).render([{"role": "judge", "content": "1"}])

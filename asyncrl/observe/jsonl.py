@@ -30,7 +30,12 @@ class JsonlWriter:
 
 
 def iterate_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file `JsonlWriter` wrote, one at a time; a line that was not finished is left out, and so is what is no object."""
+    """The objects of a file `JsonlWriter` wrote, one at a time; a missing file has none.
+
+    A line that was not finished is left out, and so is what is no object.
+    """
+    if not path.exists():
+        return
     with path.open(encoding="utf-8", errors="replace") as lines:
         yield from (row for line in lines if (row := _parsed(line)) is not None)
 

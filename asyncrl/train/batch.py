@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from asyncrl.errors import NonFiniteError, ShapeError, StalenessError
+from asyncrl.errors import NonFiniteError, RunAborted, ShapeError, StalenessError
 from asyncrl.types import NOT_SAMPLED, Batch, Rollout, Sequence
 
 
@@ -74,9 +74,12 @@ class PackedBatch:
                 raise NonFiniteError(f"{name}[{bad[0]}] = {getattr(self, name)[bad[0]]}: a batch with it cannot be trained")
 
     def save(self, path: Path) -> None:
-        """Write the file `load` maps; the folder exists."""
+        """Write the file `load` maps; the folder exists. Raises RunAborted where there is no room for it."""
         arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "version"}
-        save_file(arrays, path, metadata={"version": str(self.version)})
+        try:
+            save_file(arrays, path, metadata={"version": str(self.version)})
+        except SafetensorError as error:
+            raise RunAborted(f"the batch of version {self.version} cannot be written for the trainer: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> PackedBatch:

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.errors import NonFiniteError, ShapeError
+from asyncrl.errors import NonFiniteError, RunAborted, ShapeError
 from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.types import SequenceBuilder, Status
 from tests.train.train_data import batch_of, rollout, sequence
@@ -54,6 +54,12 @@ def test_the_first_token_of_a_sequence_cannot_be_trained() -> None:
 def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
     with pytest.raises(NonFiniteError, match=r"rewards\[1\]"):
         pack(batch_of(rollout(0, 0, sequence([1], [2])), rollout(0, 1, sequence([1], [2]), reward=reward)))
+
+
+def test_a_batch_without_a_place_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    packed = pack(batch_of(rollout(7, 0, sequence([5, 6], [1, 2, 3])), version=2))
+    with pytest.raises(RunAborted, match=r"the batch of version 2 cannot be written for the trainer: .*No such file"):
+        packed.save(tmp_path / "away" / "batch.safetensors")
 
 
 def test_a_saved_batch_loads_unchanged(tmp_path: Path) -> None:
