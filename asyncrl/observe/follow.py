@@ -10,6 +10,9 @@ from typing import Any
 _TAIL_BYTES = 4096
 """Of what was read, so much is compared with the file each time: a row and more, and no two runs write the same row."""
 
+_COUNTS = ("step", "trainer_step", "version", "eval_version", "eval/step/last")
+_LARGEST = 1e300
+
 
 @dataclass(frozen=True, slots=True)
 class News:
@@ -32,7 +35,7 @@ class Follower:
         self._tail = b""
 
     def look(self) -> News:
-        """What is new. A missing file is an empty one."""
+        """What is new. A file that is missing, or cannot be read, is an empty one."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset - len(self._tail))
@@ -41,7 +44,7 @@ class Follower:
                     self._offset, self._tail = 0, b""
                     file.seek(0)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
             was_rewritten, data = self._offset > 0, b""
             self._offset, self._tail = 0, b""
         whole = data[:data.rfind(b"\n") + 1]
@@ -55,6 +58,13 @@ class Follower:
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not all(isinstance(row.get(name, 0), int) for name in _COUNTS):
+        return None
+    return row if all(_is_number(value) for name, value in row.items() if "/" in name or name == "wall_s") else None
+
+
+def _is_number(value: object) -> bool:
+    """Whether a run writes such a value of a metric: a number that is finite, or null."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST)

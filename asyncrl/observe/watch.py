@@ -80,7 +80,7 @@ class Watch:
             self._settings = RunSettings.of(tree)
         except FileNotFoundError:
             return
-        except (yaml_text.YAMLError, ValueError, TypeError, KeyError) as error:
+        except (yaml_text.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
             if may_be_half_written:
                 return
             raise ConfigError("config.yaml", value=str(self._folder), allowed="the settings of a run of this version",
@@ -106,8 +106,9 @@ class Watch:
         """What the run left at its end. None when it left nothing, or went on after that and died."""
         try:
             summary = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
+            last_line(summary, place="")
             return summary if summary["steps"] >= self._step else None
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
     def _say(self, text: str) -> None:

@@ -77,3 +77,11 @@ def test_lines_that_are_no_rows_are_counted(tmp_path):
     path.write_bytes(line(1)[:9] + line(2) + b"\n[1]\n\xff\xfe\n" + line(3))
     news = Follower(path).look()
     assert (steps(news), news.unreadable) == ([3], 3)
+
+
+def test_what_no_run_writes_is_no_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    absurd = ('{"step": 1e400}', '{"step": "a"}', '{"step": [1]}', '{"step": 2, "reward/total/mean": "x"}', '{"step": 2, "wall_s": {}}',
+              '{"eval_version": {}}', '{"step": NaN}', '{"step": 2, "a/b/mean": 1e999}', "[" * 100_000)
+    path.write_text("\n".join(absurd) + '\n{"step": 3, "a/b/mean": null}\n', encoding="utf-8")
+    assert Follower(path).look() == News(({"step": 3, "a/b/mean": None},), unreadable=len(absurd))

@@ -196,6 +196,14 @@ def test_a_configuration_that_is_none_is_refused(run):
     assert main(["watch", str(run.folder), "--once"]) == EXIT_USAGE
 
 
+@pytest.mark.parametrize("text", ["[1, 2]", '{"steps": "a"}', '{"steps": 6, "reward_first": "a", "reward_last": 1}', "\0"])
+def test_a_summary_that_is_none_is_as_good_as_missing(run, text):
+    run.row(step_row(1))
+    run.claim.close()
+    (run.folder / "summary.json").write_text(text)
+    assert main(["watch", str(run.folder), "--once"]) == EXIT_FAILED
+
+
 def test_a_run_is_found_by_folder_or_by_name(run, tmp_path):
     assert find_run("runs/sums") == find_run("sums") == tmp_path / "runs" / "sums"
 
