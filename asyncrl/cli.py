@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -169,7 +170,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         row.set_defaults(command=command, parser=row)
         command.arguments(row)
         if command.takes_settings:
-            row.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+            row.add_argument("settings", nargs="*", default=[], metavar="section.key=value", help="settings that replace the recipe's")
     options, later = parser.parse_known_args(_resume_apart(sys.argv[1:] if arguments is None else arguments))
     if not options.command.takes_settings and later:
         options.parser.error(f"unrecognized arguments: {' '.join(later)}")
@@ -183,7 +184,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _resume_apart(arguments: Sequence[str]) -> list[str]:
     """A bare `--resume` with its value: argparse would take the setting after it for one."""
     return ["--resume=newest" if argument == "--resume" and following not in _RESUMES else argument
-            for argument, following in zip(arguments, [*arguments[1:], ""], strict=True)]
+            for argument, following in itertools.pairwise([*arguments, ""])]
 
 
 def _told(line: str, code: int) -> int:

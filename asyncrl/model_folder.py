@@ -28,7 +28,7 @@ def model_folder(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=_FILES))
     except (OSError, ValueError) as error:
         raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id that can be fetched",
-                          remedy=f"Fetching it failed: {type(error).__name__}: {error}") from error
+                          remedy=f"No such folder is here, and fetching it as an id failed: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -74,6 +74,8 @@ class RunFolder:
         self._wall_s = rows[-1]["wall_s"] if rows else 0.0
         self._console.note(f"resumed after step {state.index} of {self._config.run.steps}; "
                            f"{len(state.unfinished)} prompts that were not finished are issued again")
+        if state.index >= self._config.run.steps:
+            self._console.note(f"no step is left: raise run.steps = {self._config.run.steps} to train for longer", is_warning=True)
         return rows
 
     def track(self) -> None:
@@ -124,10 +126,11 @@ class RunFolder:
                 self._console.note(f"evaluation of {name}: each of {result.num_rollouts} rollouts failed, the last with "
                                    f"{result.failure.splitlines()[0]}", is_warning=True)
         # The row comes last: a run that resumes and finds it does not evaluate this step again.
-        if self._best is not None and await self._best.offer(evaluation, step=step, export=export):
-            self._console.note(f"the best evaluation so far: its weights are kept in {self._best.path}")
+        is_best = self._best is not None and await self._best.offer(evaluation, step=step, export=export)
         self._evaluations[step] = self._leading_reward(evaluation.metrics)
         self._write({"eval_version": evaluation.version_max, "eval/step/last": step, **evaluation.metrics})
+        if is_best and self._best is not None:
+            self._console.note(f"the best evaluation so far: its weights are kept in {self._best.path}")
 
     def summarise(self, account: Account) -> dict[str, Any]:
         """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""

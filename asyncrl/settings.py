@@ -102,7 +102,7 @@ def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") ->
         names, models = _place(parents, root)
         known = sorted({name for model in models for name in model.model_fields})
         return ConfigError(_dotted(name, *names, str(key)), value=first["input"], allowed=f"one of the known keys {known}",
-                           remedy=nearest(str(key), known) or "Remove it.")
+                           remedy=_whereabouts(str(key), [*names], known, root=root, name=name))
     names, _ = _place(first["loc"], root)
     within = [problem for problem in problems if _place(problem["loc"], root)[0][:len(names)] == names]
     first = max(within, key=lambda problem: len(_place(problem["loc"], root)[0]))  # of the alternatives, the one that was meant
@@ -123,6 +123,19 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """`Did you mean 'trainer'?`, or nothing."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def _whereabouts(key: str, parents: list[str], known: Sequence[str], *, root: type[BaseModel], name: str) -> str:
+    """What to write for a key that is not known where it stands: another kind's, one of another section, or one misspelt or shortened."""
+    for model in sections_at(root, parents):
+        if key in model.model_fields and (kinds := kinds_of(model)):
+            return f"It goes with {_dotted(name, *parents, 'kind')}={kinds[0]}."
+    places = [_dotted(name, section, key) for section in root.model_fields
+              if any(key in model.model_fields for model in sections_at(root, [section]))]
+    if places:
+        return f"Did you mean {' or '.join(map(repr, places))}?"
+    initials = [other for other in known if "".join(word[0] for word in other.split("_")) == key]
+    return nearest(key, known) or (f"Did you mean {initials[0]!r}?" if initials else "Remove it.")
 
 
 def sections_at(root: type[BaseModel], names: Sequence[str]) -> list[Any]:

@@ -59,6 +59,14 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["title"] == "asyncrl recipe"
 
 
+@pytest.mark.parametrize(("arguments", "missing"), [([], "COMMAND"), (["train"], "recipe"), (["watch"], "RUN")])
+def test_a_command_line_that_is_not_whole_says_what_is_missing(arguments, missing, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == EXIT_USAGE
+    assert f"the following arguments are required: {missing}\n" in capsys.readouterr().err
+
+
 def test_a_command_without_settings_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["recipes", "run.steps=3"])

@@ -109,6 +109,17 @@ def test_a_misspelt_required_key_is_named_before_the_one_that_is_missing():
     assert (error.field, error.remedy) == ("trainer.learning_rat", "Did you mean 'learning_rate'?")
 
 
+@pytest.mark.parametrize(("changes", "remedy"), [
+    ({"trainer__lr": 1e-4}, "Did you mean 'learning_rate'?"),
+    ({"trainer__steps": 5}, "Did you mean 'run.steps'?"),
+    ({"group_size": 8}, "Did you mean 'buffer.group_size'?"),
+    ({"learning_rate": 1e-4}, "Did you mean 'warm_up.learning_rate' or 'trainer.learning_rate'?"),
+    ({"loss__learning_rate": 1e-4}, "Did you mean 'warm_up.learning_rate' or 'trainer.learning_rate'?"),
+    ({"model__path": "runs/mine"}, "It goes with model.kind=folder.")])
+def test_a_key_in_the_wrong_place_or_shortened_is_shown_the_right_one(changes, remedy):
+    assert refused(**changes).remedy == remedy
+
+
 def test_an_unknown_key_without_neighbour_is_shown_what_there_is():
     error = refused(weights__zzz=1)
     assert error.remedy == "Remove it."

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl import training
+from asyncrl import run_folder, training
+from asyncrl.accounting import Ledger
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ChildDied, ConfigError
+from asyncrl.observe.console import Console
+from asyncrl.observe.plain import PlainFace
 from asyncrl.preflight import check_environment
 from asyncrl.rollout.transformers_engine import TransformersEngine
+from asyncrl.run_state import RunState
 from asyncrl.training import prepare_model
 from tests.tiny_model import make_tiny_model
 
@@ -42,6 +46,23 @@ def test_arguments_that_a_named_function_does_not_take_are_refused_before_anythi
     tree[section.split(".")[0]] |= change
     with pytest.raises(ConfigError, match=rf"^{section}\.arguments"):
         check_environment(parse_config(tree, base=RECIPE.parent))
+
+
+@pytest.mark.parametrize(("index", "is_said"), [(99, False), (100, True), (120, True)])
+def test_a_resumed_run_without_a_step_left_says_what_to_raise(tmp_path, monkeypatch, index, is_said):
+    tree = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    tree["run"] |= {"folder": str(tmp_path), "steps": 100}
+    config = parse_config(tree, base=RECIPE.parent)
+    account = Ledger().account(buffered=(0, 0), in_flight=(0, 0))
+    state = RunState(index=index, version=index, prompts={}, unfinished=(), account=account, buffer={},
+                     notes={"config": config.model_dump(mode="json")})
+    monkeypatch.setattr(run_folder, "find_checkpoint", lambda folder, resume: folder)
+    monkeypatch.setattr(run_folder, "load_state", lambda checkpoint: state)
+    warnings: list[str] = []
+    console = Console(PlainFace(lambda line: None, warn=warnings.append))
+    run_folder.RunFolder(config, console=console, resume="newest").close()
+    console.close()
+    assert ("raise run.steps = 100" in " ".join(warnings)) is is_said
 
 
 def test_a_resumed_run_has_an_engine_with_another_random_stream_that_follows_from_the_seed(tmp_path, monkeypatch):

@@ -171,7 +171,8 @@ class Board:
                     self.is_marked(values, "reward/total/mean"))
 
     def _sources(self, values: Mapping[str, float]) -> Iterable[Cell]:
-        known = sorted(self._by_source)
+        """Rewards by source, where there are several."""
+        known = sorted(self._by_source) if len(self._by_source) > 1 else []
         for source in known[:_MOST_NAMES]:
             reward = values.get(f"reward/source.{source}/mean")
             yield Cell(f"{shorten(source, _NAME_WIDTH)} {number(reward)} {sparkline(self._by_source[source])}",

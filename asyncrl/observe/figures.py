@@ -97,8 +97,18 @@ def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
         return letter + _FILL * (columns(letter) - 1)
 
     lines = ["".join(map(wide, line)) for line in printable(text).split("\n")]
-    pieces = [textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""] for line in lines]
+    wrapper = _Wrapper(width, subsequent_indent=indent, break_on_hyphens=False)
+    pieces = [wrapper.wrap(line) or [""] for line in lines]
     return [piece.replace(_FILL, "") for line in pieces for piece in line]
+
+
+class _Wrapper(textwrap.TextWrapper):
+    """Cuts no wide letter from the filling that stands for its second column."""
+
+    def _handle_long_word(self, reversed_chunks: list[str], cur_line: list[str], cur_len: int, width: int) -> None:
+        room = width - cur_len
+        is_wide = reversed_chunks[-1][room:room + 1] == _FILL
+        super()._handle_long_word(reversed_chunks, cur_line, cur_len, width - is_wide)
 
 
 def printable(text: str) -> str:

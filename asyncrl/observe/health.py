@@ -142,8 +142,8 @@ def table(settings: RunSettings) -> list[str]:
     for quantity in QUANTITIES:
         lines.append(f"{quantity.title:{_TITLE}} {quantity.range_text(settings):{_RANGE}} {quantity.meaning}")
         lines.append(f"{'':{_TITLE}} {'':{_RANGE}} -> {quantity.remedy}")
-    rates = ", ".join(f"{rate:g}: {dead_group_rate(rate, group_size=settings.group_size):.0%}" for rate in _PASS_RATES)
-    return [*lines, *textwrap.wrap(f"dead groups to expect of {settings.group_size} rollouts, by pass rate - {rates}", WIDTH)]
+    rates = ", ".join(f"{dead_group_rate(rate, group_size=settings.group_size):.0%} at {rate:g}" for rate in _PASS_RATES)
+    return [*lines, *textwrap.wrap(f"dead groups to expect of {settings.group_size} rollouts, by pass rate: {rates}", WIDTH)]
 
 
 def markdown() -> str:

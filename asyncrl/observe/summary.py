@@ -43,11 +43,13 @@ def total_of(rows: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def last_line(summary: Mapping[str, Any], *, place: str) -> str:
-    """A summary in a sentence."""
-    early = f"; ended early: {summary['ended_early']}" if summary.get("ended_early") else ""
-    return (f"reward {_shown(summary.get('reward_first'))} → {_shown(summary.get('reward_last'))}, "
-            f"held-out {_shown(summary.get('eval_before'))} → {_shown(summary.get('eval_after'))}, "
-            f"{summary['steps']} steps in {summary['wall_s']:.0f} s; see {place}{early}")
+    """A summary in a sentence: what was measured, and the first line of why it ended early."""
+    early = f"; ended early: {str(summary['ended_early']).splitlines()[0]}" if summary.get("ended_early") else ""
+    pairs = {title: (summary.get(first), summary.get(last)) for title, first, last in
+             (("reward", "reward_first", "reward_last"), ("held-out", "eval_before", "eval_after"))}
+    curves = "".join(f"{title} {_shown(first)} → {_shown(last)}, " for title, (first, last) in pairs.items()
+                     if (first, last) != (None, None))
+    return f"{curves}{summary['steps']} steps in {summary['wall_s']:.0f} s; see {place}{early}"
 
 
 def _shown(value: float | None) -> str:

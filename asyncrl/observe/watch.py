@@ -28,8 +28,8 @@ def find_run(name: str, *, runs: Path = _RUNS) -> Path:
             return folder.resolve()
     known = sorted(str(path.parent.relative_to(runs)) for path in runs.glob("**/config.yaml"))
     near = difflib.get_close_matches(name, known)
-    raise ConfigError("RUN", value=name, allowed=f"the folder of a run, or its name below {runs}",
-                      remedy=f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known[:8]) or 'none'}.")
+    raise ConfigError("RUN", value=name, allowed=f"the folder of a run, or its name below {runs.absolute()}",
+                      remedy=f"Did you mean {near[0]!r}?" if near else f"What is there: {', '.join(known[:8]) or 'no run'}.")
 
 
 class Watch:
@@ -97,7 +97,7 @@ class Watch:
         if summary is None:
             when = f"after step {self._step} of {self._settings.steps}" if self._step else "before its first step"
             self._console.end(f"the run died {when}, without a summary; last words: {_last_log_line(self._folder) or 'none'}; "
-                              f"see {self._folder / 'logs'}")
+                              f"see {self._folder / 'logs'}; --resume goes on from its newest checkpoint")
             return False
         self._console.end(last_line(summary, place=str(self._folder)))
         return not summary.get("ended_early")

@@ -79,10 +79,19 @@ def _judge(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[in
     except RewardError as error:
         return {"error": str(error)}
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))[-_TRACE_CHARS:]
+        text = "".join(_lines_of_the_users_code(error))[-_TRACE_CHARS:]
         bound = " (what a worker may take is env.memory_bytes)" if isinstance(error, MemoryError) else ""
         return {"error": f"reward {reward.name!r} raised {type(error).__name__}: {text_of(error)}{bound}\n{text}"}
     return {"value": value, "seconds": time.perf_counter() - began_s}
+
+
+def _lines_of_the_users_code(error: BaseException) -> list[str]:
+    """The traceback from where this module called the function; none where the call itself failed."""
+    frame = users = error.__traceback__
+    while frame is not None:
+        frame, is_ours = frame.tb_next, frame.tb_frame.f_code.co_filename == __file__
+        users = frame if is_ours else users
+    return traceback.format_exception(type(error), error, users) if users else []
 
 
 def _call(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[int]) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from pathlib import Path
 
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
@@ -15,6 +16,7 @@ from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.types import Prompt, Rollout, Sequence, Status
 
+_OURS = Path(__file__).parents[1]
 _STATUS_OF: tuple[tuple[type[Exception], Status], ...] = (
     (NonFiniteError, Status.NONFINITE_LOGPROB),
     (RewardTimeout, Status.REWARD_TIMEOUT),
@@ -73,7 +75,7 @@ class RolloutWorker:
                 if _is_cancelled(failure):
                     raise
                 outcome = Outcome(next((status for kind, status in _STATUS_OF if isinstance(failure, kind)), Status.ENV_ERROR))
-                error = f"{type(failure).__name__}: {text_of(failure)}\n{''.join(traceback.format_tb(failure.__traceback__, limit=-3))}"
+                error = f"{type(failure).__name__}: {text_of(failure)}\n{''.join(_places(failure))}"
             if self._budget is not None:
                 self._budget.ended(outcome.status, source=prompt.source, error=error)
         except BaseException as end:
@@ -90,6 +92,13 @@ class RolloutWorker:
         if not self._deterministic:
             return "any"
         return "group" if asks_at_once(self._env, source) else "own"
+
+
+def _places(failure: BaseException) -> list[str]:
+    """Where it was raised. A reward's error has the lines of the reward in its text: ours, which handed it on, would say nothing."""
+    frames = traceback.extract_tb(failure.__traceback__, limit=-3)
+    handed_on = isinstance(failure, RewardError)
+    return traceback.format_list([frame for frame in frames if not (handed_on and Path(frame.filename).is_relative_to(_OURS))])
 
 
 def _is_cancelled(failure: BaseException) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -64,6 +64,7 @@ def test_what_an_encoding_lacks_is_shown_in_ascii_of_the_same_length():
 
 @settings(deadline=None)
 @given(st.text(), st.integers(8, 90))
+@example("0000000❓", 8)
 def test_no_line_of_a_sentence_is_wider_than_asked_in_any_script(text, width):
     for line in wrapped(text, width, indent="  "):
         assert columns(line) <= width

@@ -31,8 +31,8 @@ def test_the_table_says_that_a_loss_near_0_is_normal():
 
 def test_the_table_says_how_many_groups_will_carry_no_gradient():
     text = " ".join(table(dataclasses.replace(SETTINGS, group_size=2)))
-    assert "dead groups to expect of 2 rollouts, by pass rate - 0.02: 96%" in text
-    assert "0.5: 50%" in text
+    assert "dead groups to expect of 2 rollouts, by pass rate: 96% at 0.02" in text
+    assert "50% at 0.5" in text
 
 
 @pytest.mark.parametrize(("pass_rate", "group_size", "rate"), [(0.2, 2, 0.68), (0.5, 4, 0.125), (0.0, 8, 1.0), (0.5, 1, 1.0)])

@@ -74,6 +74,12 @@ def test_a_summary_after_ten_steps_has_what_the_lines_do_not_and_the_header_come
         assert wanted in text
 
 
+def test_a_single_source_is_not_shown_beside_the_whole():
+    only = [{key: value for key, value in step_row(step).items() if key != "reward/source.words/mean"} for step in range(1, 11)]
+    [line] = [line for line in shown(*only) if line.startswith("  reward  ")]
+    assert line.split() == ["reward", "0.438", "▁" * 10]
+
+
 def test_the_dead_groups_to_expect_are_told_where_the_mean_reward_is_a_pass_rate():
     graded = [step_row(step, reward__zero_or_one__frac=0.5) for step in range(1, 11)]
     assert "expected" not in "\n".join(shown(*graded))

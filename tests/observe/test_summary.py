@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.observe.summary import edge_rewards, largest_of, mean_of, reward_curve, total_of
+from asyncrl.observe.summary import edge_rewards, largest_of, last_line, mean_of, reward_curve, total_of
 
 
 def row(step: int, reward: float | None = None, scored: float = 1, **more: float) -> dict[str, float]:
@@ -26,6 +26,14 @@ def test_a_run_without_scores_has_no_edges():
 
 def test_the_curve_leaves_out_steps_without_reward():
     assert reward_curve([row(1, 0.2), row(2), row(3, 0.4)]) == ([1, 3], [0.2, 0.4])
+
+
+def test_the_last_line_leaves_out_what_was_not_measured_and_all_but_the_first_line_of_why_it_ended():
+    summary = {"reward_first": 0.25, "reward_last": 0.5, "eval_before": None, "eval_after": None, "steps": 3, "wall_s": 4.2}
+    assert last_line(summary, place="runs/a") == "reward 0.250 → 0.500, 3 steps in 4 s; see runs/a"
+    assert last_line({"steps": 0, "wall_s": 0.0, "ended_early": "RunAborted: no\nTraceback\n"}, place="runs/a") == (
+        "0 steps in 0 s; see runs/a; ended early: RunAborted: no")
+    assert last_line(summary | {"eval_before": 0.1}, place="b").startswith("reward 0.250 → 0.500, held-out 0.100 → not measured, 3 steps")
 
 
 def test_statistics_are_over_the_steps_that_have_the_metric():

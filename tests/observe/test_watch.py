@@ -126,6 +126,7 @@ def test_a_run_that_dies_says_after_which_step_and_its_last_words(run):
     text = " ".join(line.strip() for line in lines)
     assert not ended_well
     assert "the run died after step 2 of 100, without a summary; last words: engine.log: CUDA error: out of luck; see" in text
+    assert text.endswith("--resume goes on from its newest checkpoint")
 
 
 def test_the_summary_of_an_earlier_end_does_not_speak_for_a_run_that_went_on_and_died(run):

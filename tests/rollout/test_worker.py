@@ -69,6 +69,17 @@ def test_a_failure_is_a_status_with_its_text_and_no_reward(error, status):
     ledger.completed(rollout)
 
 
+def test_the_places_of_a_reward_error_are_the_users_alone():
+    async def run(prompt, session):
+        await session.generate(prompt.tokens)
+        Outcome(Status.LENGTH, {"f": math.nan})
+
+    rollout, _ = run_one(run)
+    assert rollout.status is Status.REWARD_ERROR
+    assert "in run" in rollout.error
+    assert "rollout/env.py" not in rollout.error
+
+
 def test_an_error_that_is_long_or_cannot_be_shown_is_a_failure_like_any_other():
     class Unshown(Exception):
         def __str__(self):
