@@ -124,6 +124,7 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     if (options.settings and options.recipe is None) or "=" in (options.recipe or ""):
         options.parser.error("settings change a recipe; name it first")
+    _note("looking; torch and transformers are imported, which takes some seconds")
     findings = diagnose(options.recipe, options.settings)
     print(table(findings))
     return EXIT_USAGE if any(finding.status == "fail" for finding in findings) else EXIT_OK

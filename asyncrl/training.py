@@ -49,6 +49,7 @@ async def train(config: RunConfig, *, console: Console, resume: Resume = None) -
     folder = RunFolder(config, console=console, resume=resume)
     try:
         model = await prepare_model(config, logs=folder.path / "logs", echo=console.note)
+        console.note(f"engine, trainer and reward workers start; what they write is in {folder.path / 'logs'}")
         async with build(config, model=model, resumed=folder.resumed) as run:
             run.notes |= folder.notes
             folder.track()

@@ -12,7 +12,7 @@ import yaml
 from asyncrl import run_folder, training
 from asyncrl.accounting import Ledger
 from asyncrl.config import RunConfig, parse_config
-from asyncrl.errors import ChildDied, ConfigError
+from asyncrl.errors import ChildDied, ConfigError, RunAborted
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import PlainFace
 from asyncrl.preflight import check_environment
@@ -46,6 +46,23 @@ def test_arguments_that_a_named_function_does_not_take_are_refused_before_anythi
     tree[section.split(".")[0]] |= change
     with pytest.raises(ConfigError, match=rf"^{section}\.arguments"):
         check_environment(parse_config(tree, base=RECIPE.parent))
+
+
+def test_that_the_processes_start_is_said_before_they_do(tmp_path, monkeypatch):
+    async def prepared(config, **options):
+        return tmp_path
+
+    def build(config, **options):
+        raise RunAborted("no further")
+
+    monkeypatch.setattr(training, "prepare_model", prepared)
+    monkeypatch.setattr(training, "build", build)
+    lines: list[str] = []
+    console = Console(PlainFace(lines.append))
+    with pytest.raises(RunAborted):
+        asyncio.run(training.train(made_by("tiny_model", tmp_path), console=console))
+    console.close()
+    assert f"reward workers start; what they write is in {tmp_path}" in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize(("index", "is_said"), [(99, False), (100, True), (120, True)])

@@ -78,7 +78,9 @@ def test_warnings_exit_0_and_a_failure_exits_2(machine: dict[str, object], code:
                                                capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(report, "probe", lambda **given: dataclasses.replace(WELL, **machine))
     assert cli.main(["doctor"]) == code
-    assert len(capsys.readouterr().out.splitlines()) >= 17
+    told = capsys.readouterr()
+    assert told.err.startswith("asyncrl: looking")
+    assert len(told.out.splitlines()) >= 17
 
 
 def test_a_recipe_with_settings_is_looked_at_and_settings_alone_are_not(monkeypatch: pytest.MonkeyPatch,
