@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _told(f"what the run writes has no place: {error}", EXIT_FAILED)
     except Interrupted as end:
-        return _told(str(end), 128 + end.signum)
+        return _told(f"{end}; --resume auto goes on from the newest checkpoint, or begins anew without one", 128 + end.signum)
     except KeyboardInterrupt:
         return _told("interrupted", EXIT_INTERRUPTED)
 

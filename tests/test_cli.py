@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,17 @@ def test_a_run_that_a_limit_ends_is_one_message_and_exits_1(monkeypatch: pytest.
     monkeypatch.setattr("asyncrl.cli.train", aborted)
     assert main(["train", str(QUICKSTART)]) == EXIT_FAILED
     assert capsys.readouterr().err == "asyncrl: RunAborted: 33 of the last 40 rollouts failed\n"
+
+
+def test_a_run_that_a_signal_ends_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def interrupted(config: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("asyncrl.cli.check_environment", lambda config, **options: None)
+    monkeypatch.setattr("asyncrl.cli.train", interrupted)
+    assert main(["train", str(QUICKSTART), "--quiet"]) == 128 + signal.SIGTERM
+    assert "ended by SIGTERM; --resume auto goes on" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_line_and_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

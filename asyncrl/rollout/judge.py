@@ -150,6 +150,6 @@ def _inspected(name: str, function: RewardFunction) -> NamedReward:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise ConfigError(f"reward.{name}", value=str(signature), remedy=f"As it is: {error}.",
+        raise ConfigError(f"reward.{name}", value=str(signature), remedy=f"Called with the two it fails: {error}.",
                           allowed="f(prompt, completion), or TRL's f(prompts, completions, **columns)") from error
     return NamedReward(name, function, None)
