@@ -36,6 +36,8 @@ class NamedReward:
     """Names TRL's signature accepts; None for `f(prompt, completion)`."""
     takes_all: bool = False
     """Whether it has `**kwargs`."""
+    needs: frozenset[str] = frozenset()
+    """Those of the names that have no default."""
 
 
 def named_rewards(functions: Mapping[str, RewardFunction] | Sequence[RewardFunction]) -> tuple[NamedReward, ...]:
@@ -101,6 +103,9 @@ def _call(reward: NamedReward, prompt: Prompt, completion: str, tokens: list[int
         given = {name: [value] for name, value in prompt.columns.items()}
         given |= {"prompts": [list(prompt.messages) or prompt.text], "completion_ids": [tokens],
                   "completions": [[{"role": "assistant", "content": completion}] if prompt.messages else completion]}
+        if missing := sorted(reward.needs - given.keys()):
+            raise RewardError(f"reward {reward.name!r} asks for {', '.join(missing)}; the columns of this prompt are "
+                              f"{', '.join(sorted(prompt.columns)) or 'none'}")
         result = reward.function(**{name: value for name, value in given.items() if reward.takes_all or name in reward.keywords})
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -142,11 +147,12 @@ def _inspected(name: str, function: RewardFunction) -> NamedReward:
         return NamedReward(name, function, None)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
     if "completions" in kinds:
-        needs = [name for name in _TRAINER_KEYWORDS if name in kinds and signature.parameters[name].default is inspect.Parameter.empty]
-        if needs:
+        needs = frozenset(name for name, kind in kinds.items() if signature.parameters[name].default is inspect.Parameter.empty
+                          and kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL))
+        if absent := [name for name in _TRAINER_KEYWORDS if name in needs]:
             raise ConfigError(f"reward.{name}", value=str(signature), allowed="prompts, completions, completion_ids, columns of the data",
-                              remedy=f"There is no {needs[0]} in a reward worker: give it a default, or take it out.")
-        return NamedReward(name, function, frozenset(kinds), inspect.Parameter.VAR_KEYWORD in kinds.values())
+                              remedy=f"There is no {absent[0]} in a reward worker: give it a default, or take it out.")
+        return NamedReward(name, function, frozenset(kinds), inspect.Parameter.VAR_KEYWORD in kinds.values(), needs)
     try:
         signature.bind(None, None)
     except TypeError as error:

@@ -107,6 +107,17 @@ def test_the_function_that_fails_after_one_that_said_none_is_named(tmp_path) -> 
         assert good == {"second": 1.0, "third": 2.0}
 
 
+def test_a_column_that_a_prompt_has_not_is_named_with_those_it_has(tmp_path) -> None:
+    def trl(completions: list[str], solution: list[str], hint: object = None, *args: object, **kwargs: object) -> list[float]:
+        return [1.0]
+
+    with_it, without = (Prompt(text="1+1=", prompt_id="0", columns=columns) for columns in ({"solution": "2"}, {"answer": "2", "level": 1}))
+    assert judge(tmp_path, trl, ["2"], prompt=with_it) == [{"f": 1.0}]
+    [error] = judge(tmp_path, trl, ["2"], prompt=without)
+    assert isinstance(error, RewardError)
+    assert str(error) == "reward 'f' asks for solution; the columns of this prompt are answer, level"
+
+
 @pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "environments"])
 def test_a_trl_reward_that_cannot_do_without_the_trainer_is_refused(name: str) -> None:
     scope: dict[str, Any] = {}
