@@ -199,8 +199,9 @@ def watching(recording: Recording) -> Iterator[None]:
             raw, before = gradient.clone(), self._state()
             update = super().update(version=version)
             master, first, second = zip(before, self._state(), strict=True)
-            recording.updates.append(UpdateSeen(update, learning_rate=self.learning_rate(version), number=self.updates, gradient=raw,
-                                                clipped_gradient=gradient.clone(), master=master, first_moment=first, second_moment=second))
+            recording.updates.append(UpdateSeen(
+                update, learning_rate=self._config.learning_rate_at(version), number=self.updates, gradient=raw,
+                clipped_gradient=gradient.clone(), master=master, first_moment=first, second_moment=second))
             return update
 
         def _state(self) -> tuple[Tensor, ...]:

@@ -213,13 +213,22 @@ def test_heads_that_vllm_cannot_serve_here_are_refused_at_start(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("sampling", "named"), [
-    (Sampling(top_p=0.9), r"sampling\.top_p = 0\.9"), (Sampling(top_k=20), r"sampling\.top_k = 20"),
     (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"), (Sampling(min_new_tokens=2), r"sampling\.min_new_tokens"),
     (Sampling(temperature=0.001), r"sampling\.temperature = 0\.001"),
 ])
 def test_what_it_cannot_sample_is_refused_by_name(rig: Rig, sampling: Sampling, named: str) -> None:
     with pytest.raises(EngineError, match=named):
         rig.run(rig.write(rig.prompts[0], sampling))
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=lambda kept: next(iter(kept)))
+def test_a_kept_set_of_one_token_is_certain(rig: Rig, kept: dict[str, float]) -> None:
+    """What held-out sets may ask for: the logprobs are those of the kept set, and the most likely token is the whole of it."""
+    rig.run(rig.begin())
+    written = [rig.run(rig.write(rig.prompts[0], Sampling(max_new_tokens=6, **kept), seed=seed)) for seed in (0, 1)]
+    assert written[0].tokens.tolist() == written[1].tokens.tolist()
+    for one in written:
+        np.testing.assert_allclose(one.logprobs, 0.0, atol=1e-6)
 
 
 def _descendants(ancestor: int) -> dict[int, str]:
