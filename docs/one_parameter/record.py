@@ -47,7 +47,7 @@ from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors
 
 TENSOR = "model.layers.0.mlp.down_proj.weight"
-MODEL = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "initializer_range": 0.15, "seed": 0}
+MODEL = {"layers": 2, "hidden": 32, "heads": 2, "intermediate": 64, "initializer_range": 0.15}
 SUMS = ((12, 34), (56, 17))
 BUFFER = {"groups_per_step": 2, "group_size": 8, "max_staleness": 1, "policy": {"kind": "fixed_lag", "lag_steps": 1}}
 """Version 0 writes the batches of the first two steps: those of the second are one step old, on every machine."""

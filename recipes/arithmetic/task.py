@@ -75,7 +75,7 @@ def held_out_examples(seed: int = 0, noise: float = 0.0) -> list[tuple[str, str]
 
 
 def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 4, intermediate: int = 128,
-               initializer_range: float = 0.02, context_tokens: int = 64, characters: str = CHARACTERS, seed: int = 0) -> None:
+               initializer_range: float = 0.02, context_tokens: int = 64, characters: str = CHARACTERS) -> None:
     """Write a randomly initialised Qwen3 with a tokenizer of these characters to `folder`, in Hugging Face format."""
     import torch
     from tokenizers import Regex, Tokenizer
@@ -89,7 +89,7 @@ def tiny_qwen3(folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 
     tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
     tokenizer.decoder = Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=PAD).save_pretrained(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen3Config(vocab_size=len(vocabulary), hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
                          num_attention_heads=heads, num_key_value_heads=heads, head_dim=hidden // heads,
                          max_position_embeddings=context_tokens, tie_word_embeddings=True, initializer_range=initializer_range,
