@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from pathlib import Path
+
+from children.sessions import in_a_session_of_its_own
 
 from asyncrl.child import Child
 from asyncrl.rollout.reward import RewardPool
@@ -18,17 +19,6 @@ def processes(prompt: Prompt, completion: str) -> float:
     if completion == "session":
         return float(in_a_session_of_its_own())
     return float(os.getppid() if completion == "zygote" else os.getpid())
-
-
-def in_a_session_of_its_own() -> int:
-    ready, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        os.write(told, b"x")
-        signal.pause()
-    os.read(ready, 1)
-    return pid
 
 
 async def main(logs: Path) -> None:

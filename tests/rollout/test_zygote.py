@@ -16,6 +16,7 @@ from asyncrl.channel import Channel, Message
 from asyncrl.connection import Connection
 from asyncrl.errors import ChildDied
 from asyncrl.rollout.zygote import Zygote
+from tests.children.sessions import in_a_session_of_its_own
 
 BOUND_S = 30.0
 
@@ -186,17 +187,6 @@ def forked() -> int:
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    return pid
-
-
-def in_a_session_of_its_own() -> int:
-    ready, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        os.write(told, b"x")
-        signal.pause()
-    os.read(ready, 1)
     return pid
 
 
