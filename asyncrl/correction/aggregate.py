@@ -35,22 +35,35 @@ def count(loss_mask: Tensor, *, cu_seqlens: Tensor) -> Denominators:
     return Denominators(num_loss_tokens=int(lengths.sum()), num_loss_sequences=int((lengths > 0).sum()))
 
 
-def scale(denominators: Denominators, *, mode: Mode = "token_mean", max_tokens: int | None = None, averaging_ranks: int = 1) -> float:
+def scale(denominators: Denominators, *, mode: Mode = "token_mean", max_tokens: int | None = None, averaging_ranks: int = 1,
+          averaging_microbatches: int = 1) -> float:
     """Factor of every microbatch's summed token losses (for seq_mean_token_mean: of its summed sequence means).
 
-    `averaging_ranks` undoes a data-parallel engine that averages gradients over that many ranks (FSDP does).
+    An engine that adds up gradients takes it as it is. One that averages them over ranks (DDP, FSDP) or over the microbatches of an
+    update (Megatron, DeepSpeed) gets it times that number, which undoes the mean; the number of microbatches is each rank's own.
     An update without loss tokens gets a finite factor, and its loss is 0. Raises ConfigError.
+
+    Two ranks with 2 tokens of loss 1 and 8 tokens of loss 0; the mean over tokens is 0.2, a mean of the ranks' means would be 0.5:
+
+    >>> whole = Denominators(num_loss_tokens=2, num_loss_sequences=1) + Denominators(num_loss_tokens=8, num_loss_sequences=1)
+    >>> [loss_sum * scale(whole) for loss_sum in (2.0, 0.0)]  # an engine that sums
+    [0.2, 0.0]
+    >>> [loss_sum * scale(whole, averaging_ranks=2) for loss_sum in (2.0, 0.0)]  # one that will halve their sum
+    [0.4, 0.0]
     """
     if (mode == "dr_grpo") != (max_tokens is not None) or (max_tokens is not None and max_tokens < 1):
         raise ConfigError("loss.aggregation, loss.max_tokens", value=(mode, max_tokens),
                           allowed="max_tokens ≥ 1 with dr_grpo, and only there",
                           remedy="dr_grpo divides by a constant length: the token budget of a completion.")
+    if averaging_ranks < 1 or averaging_microbatches < 1:
+        raise ConfigError("averaging_ranks, averaging_microbatches", value=(averaging_ranks, averaging_microbatches),
+                          allowed="at least 1 each", remedy="They are how many gradients the engine takes a mean of; 1 where it adds them.")
     tokens, sequences = max(denominators.num_loss_tokens, 1), max(denominators.num_loss_sequences, 1)
     divisors = {"token_mean": tokens, "token_sum": 1, "seq_mean_token_sum": sequences, "seq_mean_token_mean": sequences,
                 "dr_grpo": sequences * (max_tokens or 1)}
     if mode not in divisors:
         raise ConfigError("loss.aggregation", value=mode, allowed=f"one of {', '.join(divisors)}", remedy="Choose one of them.")
-    return averaging_ranks / divisors[mode]
+    return averaging_ranks * averaging_microbatches / divisors[mode]
 
 
 def aggregate(losses: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, denominators: Denominators,
