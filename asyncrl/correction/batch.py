@@ -38,6 +38,11 @@ class CorrectionBatch:
     """Policy version the step trains from."""
 
     def __post_init__(self) -> None:
+        for name in ("rollout_logprobs", "proximal_logprobs"):
+            if not isinstance(getattr(self, name), Tensor):
+                raise ShapeError(f"{name} is a {type(getattr(self, name)).__name__}, needs a tensor of computed logprobs: log-linear ones "
+                                 "are a guess, so no mismatch is measured on them and nothing is rejected by them; "
+                                 "use Correction(proximal='log_linear')")
         tokens, sequences = self.loss_mask.numel(), self.group_ids.numel()
         lengths = dict.fromkeys(("rollout_logprobs", "proximal_logprobs", "advantages", "loss_mask", "turn_ids", "policy_versions"), tokens)
         lengths |= {"group_ids": sequences, "cu_seqlens": sequences + 1}
@@ -64,10 +69,13 @@ class CorrectionBatch:
         infinity at a loss token. StalenessError: a loss token from a version the trainer has not reached.
         """
         self._check_offsets()
-        for name in ("rollout_logprobs", "proximal_logprobs", "advantages"):
-            values = getattr(self, name)
-            self._refuse(~torch.isfinite(values), NonFiniteError, f"{name} must be finite at every loss token", values)
-        versions = self.policy_versions
+        values, versions = (self.rollout_logprobs, self.proximal_logprobs, self.advantages), self.policy_versions
+        # One look where all is well; which value is at fault is found only where one is.
+        suspect = (versions < 0) | (versions > self.version) | ~torch.isfinite(values[0] + values[1] + values[2])
+        if not bool((suspect & self.loss_mask).any()):
+            return
+        for name, tensor in zip(("rollout_logprobs", "proximal_logprobs", "advantages"), values, strict=True):
+            self._refuse(~torch.isfinite(tensor), NonFiniteError, f"{name} must be finite at every loss token", tensor)
         self._refuse(versions < 0, ShapeError, "loss_mask is set at a token that no policy version sampled", versions)
         self._refuse(versions > self.version, StalenessError, f"a token is newer than version {self.version} of the trainer", versions)
 
@@ -86,7 +94,7 @@ class CorrectionBatch:
         raise error(f"{rule}; got {values[index].item()} at {place} ({int(bad.sum())} such tokens)")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Corrected:
     """Frozen result of a correction: no gradient flows into it, and the loss reads nothing else of the rollout policy."""
 
@@ -94,6 +102,22 @@ class Corrected:
     """[T] float32 (float64 for float64 input), bounded importance weights, 0 where `keep_mask` is False."""
     keep_mask: Tensor
     """[T] bool, loss tokens that survived."""
+    counted: Tensor
+    """[T] bool, tokens that the denominator counts: the loss mask, or `keep_mask` with denominator "kept". What `count` and
+    `aggregate` take for their loss mask."""
     alpha: Tensor | None = None
-    """[T] interpolation towards the current logprobs where the proximal ones are approximated; None where they are computed."""
+    """[T] interpolation towards the current logprobs where the proximal ones are log-linear, None where they are computed."""
     metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weighed:
+    """A result with what led to it, for diagnosis."""
+
+    corrected: Corrected
+    ratio: Tensor
+    """[T] the ratio a weight is made of, clamped, neither truncated nor masked; 1 where not a loss token."""
+    level_log_ratio: Tensor
+    """[T] its logarithm, not clamped."""
+    rejected: dict[str, Tensor]
+    """[T] bool, what each rule dropped, by its name."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.correction.batch import Corrected, CorrectionBatch
-from asyncrl.correction.presets import LOG_CLAMP, Correction
+from asyncrl.correction.batch import CorrectionBatch, Weighed
 from asyncrl.correction.ratios import importance_ratio, kl_k1, kl_k3
+from asyncrl.correction.rejection import bound_at, outside
+from asyncrl.correction.spec import LOG_CLAMP, Correction
 from asyncrl.metrics import Metrics
 
 EXACT_BUCKETS = 8
@@ -22,19 +23,21 @@ EXACT_BUCKETS = 8
 
 
 @torch.no_grad()
-def diagnose(batch: CorrectionBatch, *, correction: Correction, corrected: Corrected) -> Metrics:
+def diagnose(batch: CorrectionBatch, *, correction: Correction, weighed: Weighed) -> Metrics:
     """Metrics of one batch, absent where there is nothing to measure; docs/correction.md lists them.
 
     `correction/QUANTITY/STAT` over all loss tokens; `correction/QUANTITY_staleness_S/STAT` over those S steps old (9_plus:
     older than 8). Quantities of whole sequences have no buckets, a sequence may hold several versions. Every mean, fraction
     and quantile is of the whole batch: merge over sources or steps, not over pieces of one batch.
     """
-    metrics = Metrics()
+    metrics, corrected = Metrics(), weighed.corrected
     mask = batch.loss_mask
-    if not bool(mask.any()):
+    if not bool(mask.any()) or corrected.alpha is not None:
         return metrics
+    truncated = outside(weighed.ratio, low=bound_at(correction.truncate_low, batch), high=bound_at(correction.truncate_high, batch))
     tokens = _Tokens(rollout=batch.rollout_logprobs[mask].double(), proximal=batch.proximal_logprobs[mask].double(),
-                     weights=corrected.weights[mask].double(), kept=corrected.keep_mask[mask])
+                     weights=corrected.weights[mask].double(), kept=corrected.keep_mask[mask],
+                     truncated=(truncated & corrected.keep_mask)[mask])
     _record_tokens(metrics, tokens, correction=correction, suffix="")
     _record_sequences(metrics, batch, tokens=tokens, log_clamp=correction.log_clamp)
     staleness = (batch.version - batch.policy_versions[mask]).clamp(max=EXACT_BUCKETS + 1)
@@ -92,13 +95,15 @@ class _Tokens:
     proximal: Tensor
     weights: Tensor
     kept: Tensor
+    truncated: Tensor
 
     @property
     def log_ratio(self) -> Tensor:
         return self.proximal - self.rollout
 
     def where(self, chosen: Tensor) -> _Tokens:
-        return _Tokens(rollout=self.rollout[chosen], proximal=self.proximal[chosen], weights=self.weights[chosen], kept=self.kept[chosen])
+        return _Tokens(rollout=self.rollout[chosen], proximal=self.proximal[chosen], weights=self.weights[chosen], kept=self.kept[chosen],
+                       truncated=self.truncated[chosen])
 
 
 def _record_tokens(metrics: Metrics, tokens: _Tokens, *, correction: Correction, suffix: str) -> None:
@@ -111,7 +116,7 @@ def _record_tokens(metrics: Metrics, tokens: _Tokens, *, correction: Correction,
              "mult_prob_error/mean": importance_ratio(gap, log_clamp=clamp), "log_ratio_clamped/frac": (gap > clamp).double(),
              "kept/frac": tokens.kept.double()}
     if correction.truncate_high is not None:
-        means["truncated/frac"] = (tokens.kept & (ratio > correction.truncate_high)).double()
+        means["truncated/frac"] = tokens.truncated.double()
     _record_means(metrics, means, suffix=suffix)
     largest = {"ratio/max": ratio.max(), "logprob_gap/max": gap.max(), "prob_gap/max": prob_gap.max()}
     for name, value in _numbers(largest).items():

@@ -1,76 +1,119 @@
-"""Policy losses per token. They read the current logprobs and frozen tensors, and leave the reduction to `aggregate`."""
+"""Policy losses that have a curve of ours: decoupled PPO, PPO, REINFORCE. Per token; `aggregate` makes one number of them.
+
+Each reads the current logprobs and what is frozen. `catalog.py` has the others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
-from asyncrl.correction.batch import Corrected
-from asyncrl.correction.presets import LOG_CLAMP
-from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
-from asyncrl.errors import ConfigError, ShapeError
+from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, with_gradient
+from asyncrl.correction.ratios import masked_log_ratio
+from asyncrl.correction.spec import LOG_CLAMP
+from asyncrl.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLoss:
-    """Losses of a microbatch's tokens, and what the step's metrics are made of. No field waits for the device."""
-
-    losses: Tensor
-    """[T] float32 (float64 for float64 input), with gradient; exactly 0, with gradient 0, where a token was dropped."""
-    log_ratio: Tensor
-    """[T] detached, current − anchor, not clamped; 0 where a token was dropped."""
-    clipped: Tensor
-    """[T] bool, tokens held by the clip: their gradient is 0."""
-
-
-def decoupled_ppo(logprobs: Tensor, *, proximal_logprobs: Tensor, advantages: Tensor, corrected: Corrected,
-                  clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLoss:
+def decoupled_ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28,
+                  dual_clip: float | None = None) -> PolicyLoss:
     """Decoupled PPO: the trust region is around the proximal policy, the weight accounts for the policy that sampled.
 
         r_t    = exp(clamp(logprobs − proximal_logprobs, ±20))
         loss_t = w_t · max(−A_t · r_t, −A_t · clip(r_t, 1 − clip_low, 1 + clip_high))
+        loss_t = w_t · min(that, −A_t · dual_clip)                       for A_t < 0, with a dual clip
 
     Hilton, Cobbe, Schulman 2021 (2110.00641, section 3) decouple the weight π_prox / π_behaviour from the clipped ratio;
     AReaL 2025 (2505.24298, section 5.2) brings it to language models. Clip-higher and 0.2 / 0.28: DAPO (2503.14476,
-    section 3.1). Departures: w is bounded as `Correction` says and carries no gradient; the exponent is clamped, beyond
-    it the gradient is 0; no KL term.
+    section 3.1). Dual clip: 1912.09729, equation 5, which uses 3. Departures: w is bounded as `Correction` says and carries no
+    gradient; the exponent is clamped, beyond it the gradient is 0; no KL term.
 
     Args:
         logprobs: [T] float, current, with gradient.
-        proximal_logprobs: [T] float, detached here.
-        advantages: [T] float, detached here.
-        corrected: weights and mask of the same tokens; what its mask drops may hold anything.
+        inputs: of the same tokens; detached here.
         clip_low: in [0, 1].
         clip_high: at least 0.
+        dual_clip: above 1; the largest ratio that counts under a negative advantage. None: no bound.
 
     Raises ShapeError for unequal shapes, ConfigError for a clip range that holds no ratio of 1.
     """
-    if not 0.0 <= clip_low <= 1.0 or not clip_high >= 0.0:
+    return _clipped(logprobs, inputs=inputs, anchor=inputs.proximal_logprobs, weights=inputs.weights,
+                    clip=_clip_range(clip_low, clip_high, dual_clip))
+
+
+def ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28,
+        dual_clip: float | None = None) -> PolicyLoss:
+    """PPO (1707.06347, equation 7) with one anchor for both roles: the policy that sampled. Reads no weights.
+
+    Arguments and errors as in `decoupled_ppo`.
+    """
+    return _clipped(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None, clip=_clip_range(clip_low, clip_high, dual_clip))
+
+
+def reinforce(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
+    """loss_t = −w_t · A_t · logprobs_t, the weight detached: the policy gradient with (truncated) importance sampling.
+
+    Williams 1992, with the weight of Ionides 2008. Unbiased for a weight that is not bounded; no trust region, so several updates
+    a batch are the caller's risk. `log_ratio` is current − proximal. Arguments and errors as in `decoupled_ppo`.
+    """
+    inputs.require(logprobs)
+    log_ratio = masked_log_ratio(logprobs.detach(), sampled_logprobs=inputs.proximal_logprobs, mask=inputs.keep_mask)
+    gain = torch.where(inputs.keep_mask, -(inputs.weights * inputs.advantages).to(log_ratio.dtype), 0.0)
+    losses = gain * torch.where(inputs.keep_mask, logprobs.detach().to(log_ratio.dtype), 0.0)
+    return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gain), log_ratio=log_ratio,
+                      clipped=torch.zeros_like(inputs.keep_mask))
+
+
+def importance_sampling(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
+    """loss_t = −A_t · r_t with r = exp(clamp(current − rollout, ±20)), gradient through r: the surrogate whose value is the gain itself.
+
+    Same gradient as `reinforce` under the raw ratio. Schulman et al. 2015 (1502.05477, equation 14); tinker's `importance_sampling`,
+    which sums. Reads no weights. Departure: the exponent is clamped, beyond it the gradient is 0.
+    """
+    return _clipped(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None, clip=None)
+
+
+def entropy_bonus(entropy: Tensor, *, keep_mask: Tensor, coefficient: float) -> Tensor:
+    """[T] −coefficient · entropy of a token's distribution, with gradient, to add to its loss; 0 where the mask is off.
+
+    Williams & Peng 1991. `entropy` [T] float, of the same temperature as the logprobs.
+    """
+    return torch.where(keep_mask, -coefficient * torch.where(keep_mask, entropy, 0.0), 0.0)
+
+
+def _clip_range(clip_low: float, clip_high: float, dual_clip: float | None) -> tuple[float, float, float | None]:
+    if not 0.0 <= clip_low <= 1.0 or not 0.0 <= clip_high < math.inf:
         raise ConfigError("loss.clip_low, loss.clip_high", value=(clip_low, clip_high), allowed="clip_low in [0, 1], clip_high ≥ 0",
                           remedy="Both are distances from 1: ratios are clipped to [1 − clip_low, 1 + clip_high].")
-    keep_mask = corrected.keep_mask
-    if not advantages.shape == corrected.weights.shape == logprobs.shape:
-        raise ShapeError(f"logprobs, advantages and weights must be [T], got {tuple(logprobs.shape)}, {tuple(advantages.shape)}, "
-                         f"{tuple(corrected.weights.shape)}")
-    log_ratio = masked_log_ratio(logprobs, sampled_logprobs=proximal_logprobs, mask=keep_mask)
-    ratio = importance_ratio(log_ratio, log_clamp=LOG_CLAMP)
-    with torch.no_grad():
-        gain = torch.where(keep_mask, -advantages.to(ratio.dtype), 0.0)
-        bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-        clipped = gain * bounded > gain * ratio
-        weighted_gain = torch.where(keep_mask, corrected.weights, 0.0) * gain
-    losses = weighted_gain * torch.where(clipped, bounded, ratio)
-    return PolicyLoss(losses=losses, log_ratio=log_ratio.detach(), clipped=clipped)
+    if dual_clip is not None and not 1.0 + clip_high < dual_clip < math.inf:
+        raise ConfigError("loss.dual_clip, loss.clip_high", value=(dual_clip, clip_high), allowed="dual_clip above 1 + clip_high",
+                          remedy="It is a ratio: the largest that counts where the advantage is negative. The paper has 3.")
+    return 1.0 - clip_low, 1.0 + clip_high, dual_clip
 
 
-def ppo(logprobs: Tensor, *, rollout_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor,
-        clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLoss:
-    """PPO (1707.06347, equation 7) with one anchor for both roles: the policy that sampled. `decoupled_ppo` with weight 1.
-
-    Arguments and errors as there; `loss_mask` [T] bool.
-    """
-    weights = loss_mask.to(torch.promote_types(logprobs.dtype, torch.float32))
-    return decoupled_ppo(logprobs, proximal_logprobs=rollout_logprobs, advantages=advantages,
-                         corrected=Corrected(weights=weights, keep_mask=loss_mask), clip_low=clip_low, clip_high=clip_high)
+@torch.no_grad()
+def _clipped(logprobs: Tensor, *, inputs: LossInputs, anchor: Tensor, weights: Tensor | None,
+             clip: tuple[float, float, float | None] | None) -> PolicyLoss:
+    """Every operation here is one pass over [T] numbers, so it works in place wherever a tensor is its own."""
+    inputs.require(logprobs)
+    keep_mask = inputs.keep_mask
+    log_ratio = masked_log_ratio(logprobs, sampled_logprobs=anchor, mask=keep_mask)
+    ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
+    inside = ratio == log_ratio
+    ratio.exp_()
+    # A weight is never negative, so it may multiply before the maximum as well as after it.
+    gain = inputs.advantages if weights is None else inputs.advantages * weights
+    gain = torch.where(keep_mask, gain.to(ratio.dtype), 0.0).neg_()
+    gradient = gain * ratio
+    losses, clipped = gradient, torch.zeros_like(keep_mask)
+    if clip is not None:
+        low, high, dual = clip
+        losses = torch.maximum(gradient, ratio.clamp_(low, high).mul_(gain))
+        if dual is not None:
+            losses = torch.where(gain > 0, torch.minimum(losses, gain * dual), losses)
+        clipped = losses != gradient
+        inside.logical_and_(clipped.logical_not())
+    gradient = gradient * inside
+    with torch.enable_grad():
+        return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gradient), log_ratio=log_ratio, clipped=clipped)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.correction.presets import LOG_CLAMP
+from asyncrl.correction.spec import LOG_CLAMP
 from asyncrl.errors import ShapeError
+
+_PROB_MARGIN = 1e-8
+"""A logprob of 0 would make the other outcome's logarithm infinite."""
 
 
 def masked_log_ratio(logprobs: Tensor, *, sampled_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -46,3 +49,12 @@ def kl_k3(log_ratio: Tensor, *, log_clamp: float = LOG_CLAMP) -> Tensor:
     """e^ℓ − 1 − ℓ: unbiased for KL(π_sampled ‖ π_target), never negative. J. Schulman 2020. ℓ is clamped first."""
     clamped = log_ratio.clamp(-log_clamp, log_clamp)
     return torch.expm1(clamped) - clamped
+
+
+def binary_kl(logprobs: Tensor, *, other: Tensor) -> Tensor:
+    """KL of the two-way choice "this token or another": p log(p/q) + (1 − p) log((1 − p)/(1 − q)), p = e^logprobs, q = e^other.
+
+    A lower bound on the KL over the whole vocabulary (data processing). p and q are held to [1e-8, 1 − 1e-8].
+    """
+    p, q = (values.exp().clamp(_PROB_MARGIN, 1.0 - _PROB_MARGIN) for values in (logprobs.double(), other.double()))
+    return p * (p / q).log() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).log()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
 
-from asyncrl.correction.batch import Corrected, CorrectionBatch
+from asyncrl.correction.batch import Corrected, CorrectionBatch, Weighed
 from asyncrl.correction.diagnostics import diagnose
-from asyncrl.correction.presets import Correction
+from asyncrl.correction.proximal import log_linear_alpha
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
+from asyncrl.correction.rejection import Evidence, bound_at, kept, outside
+from asyncrl.correction.spec import Correction
 
 
 def correct(batch: CorrectionBatch, correction: Correction) -> Corrected:
@@ -18,26 +21,79 @@ def correct(batch: CorrectionBatch, correction: Correction) -> Corrected:
     Everything returned is detached. Raises ShapeError, NonFiniteError or StalenessError (see `CorrectionBatch.check`).
     """
     batch.check()
-    corrected = weigh(batch, correction)
-    return dataclasses.replace(corrected, metrics=diagnose(batch, correction=correction, corrected=corrected))
+    weighed = apply(batch, correction)
+    metrics = diagnose(batch, correction=correction, weighed=weighed)
+    return dataclasses.replace(weighed.corrected, metrics=metrics)
+
+
+def weigh(batch: CorrectionBatch, correction: Correction) -> Corrected:
+    """Weights and masks alone, without metrics; the formula is `Correction`'s. At level "token" it does not wait for the device.
+
+    A `correction` that `is_token_local` gives the same numbers on any slice, so this may run per microbatch; any other needs the
+    whole batch. Values are not checked: NaN at a loss token is kept and reaches the loss, where the gradient guard sees it; it is
+    never dropped.
+    """
+    return apply(batch, correction).corrected
 
 
 @torch.no_grad()
-def weigh(batch: CorrectionBatch, correction: Correction) -> Corrected:
-    """Weights and mask alone, without metrics and without waiting for the device; the formula is `Correction`'s.
-
-    A `correction` that `is_token_local` gives the same numbers on any slice, so this may run per microbatch. Values are
-    not checked: NaN at a loss token is kept and reaches the loss, where the gradient guard sees it; it is never dropped.
-    """
+def apply(batch: CorrectionBatch, correction: Correction) -> Weighed:
+    """`weigh`, and what it saw on the way."""
+    if correction.proximal == "log_linear":
+        return _log_linear(batch)
     log_ratio = masked_log_ratio(batch.proximal_logprobs, sampled_logprobs=batch.rollout_logprobs, mask=batch.loss_mask)
-    ratio = importance_ratio(log_ratio, log_clamp=correction.log_clamp)
+    evidence = Evidence(batch, log_ratio)
+    level_log_ratio = _reduced(evidence, correction)
+    ratio = importance_ratio(level_log_ratio, log_clamp=correction.log_clamp)
     keep_mask = batch.loss_mask
-    if correction.mask_low is not None:
-        keep_mask = keep_mask & ~(ratio < correction.mask_low)
-    if correction.mask_high is not None:
-        keep_mask = keep_mask & ~(ratio > correction.mask_high)
+    if correction.mask_low is not None or correction.mask_high is not None:
+        keep_mask = keep_mask & ~outside(ratio, low=bound_at(correction.mask_low, batch), high=bound_at(correction.mask_high, batch))
+    rejected = {}
+    for rule in correction.reject:
+        stays = kept(rule, evidence)
+        rejected[rule.name] = batch.loss_mask & ~stays
+        keep_mask = keep_mask & stays
+    counted = keep_mask if correction.denominator == "kept" else batch.loss_mask
+    weights = _weights(ratio, batch=batch, correction=correction, keep_mask=keep_mask)
+    if correction.normalize is not None:
+        weights = weights / _mean_weight(weights, batch=batch, counted=counted, over=correction.normalize)
+    return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), ratio, level_log_ratio, rejected)
+
+
+def _reduced(evidence: Evidence, correction: Correction) -> Tensor:
+    """[T] ℓ over each token's level, in the dtype of ℓ."""
+    if correction.level in ("none", "token"):
+        return evidence.log_ratio
+    segments = evidence.segments(correction.level)
+    reduced = segments.spread(segments.reduce(evidence.log_ratio, how=correction.reduce))
+    return torch.where(evidence.batch.loss_mask, reduced.to(evidence.log_ratio.dtype), 0.0)
+
+
+def _weights(ratio: Tensor, *, batch: CorrectionBatch, correction: Correction, keep_mask: Tensor) -> Tensor:
     if correction.level == "none":
-        return Corrected(weights=keep_mask.to(ratio.dtype), keep_mask=keep_mask)
-    if correction.truncate_high is not None:
-        ratio = ratio.clamp(max=correction.truncate_high)
-    return Corrected(weights=torch.where(keep_mask, ratio, 0.0), keep_mask=keep_mask)
+        return keep_mask.to(ratio.dtype)
+    low, high = bound_at(correction.truncate_low, batch), bound_at(correction.truncate_high, batch)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        low, high = (None if bound is None else torch.as_tensor(bound, device=ratio.device).to(ratio.dtype) for bound in (low, high))
+    if low is not None or high is not None:
+        ratio = ratio.clamp(low, high)
+    return torch.where(keep_mask, ratio, 0.0)
+
+
+def _mean_weight(weights: Tensor, *, batch: CorrectionBatch, counted: Tensor, over: str) -> Tensor:
+    """Scalar: the mean over counted tokens, or over sequences that have some; 1 where all weights are 0."""
+    if over == "token":
+        mean = weights.double().sum() / counted.sum()
+    else:
+        segments = Evidence(dataclasses.replace(batch, loss_mask=counted), weights).segments("sequence")
+        mean = segments.mean(weights).sum() / (segments.lengths > 0).sum()
+    return torch.where(mean > 0, mean, 1.0).to(weights.dtype)
+
+
+def _log_linear(batch: CorrectionBatch) -> Weighed:
+    """No ratio is known before the forward: the loss forms weights from alpha and its own logprobs, `proximal.log_linear`."""
+    mask = batch.loss_mask
+    ones = mask.to(torch.promote_types(batch.rollout_logprobs.dtype, torch.float32))
+    alpha = log_linear_alpha(batch.policy_versions, proximal_version=batch.version, current_version=batch.version + 1)
+    return Weighed(Corrected(weights=ones, keep_mask=mask, counted=mask, alpha=torch.where(mask, alpha, 0.0)),
+                   torch.ones_like(ones), torch.zeros_like(ones), {})

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl import settings
-from asyncrl.correction.presets import Correction
+from asyncrl.correction.spec import Correction
 from asyncrl.errors import ConfigError
 from asyncrl.settings import TAGGED, Seconds, Section, Workers, refuse_unread
 

@@ -21,7 +21,8 @@ from asyncrl.correction import advantages as baselines
 from asyncrl.correction.aggregate import Denominators, aggregate, count
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
-from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
+from asyncrl.correction.losses import decoupled_ppo, ppo
+from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
 from asyncrl.correction.weights import correct, weigh
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
@@ -186,7 +187,7 @@ def _backward(trainee: Trainee, inputs: ForwardInputs, *, tokens: CorrectionBatc
               denominators: Denominators) -> Tensor:
     """Add a micro-batch's gradient; [5, P] rows of `Traces`, detached."""
     logprobs, entropy = trainee.policy(inputs)
-    loss = _policy_loss(trainee.config, logprobs, places=inputs.places, tokens=tokens, corrected=corrected)
+    loss = _policy_loss(trainee.config, logprobs, places=inputs.places, cu_targets=inputs.cu_targets, tokens=tokens, corrected=corrected)
     settings = trainee.config.loss
     total = aggregate(loss.losses, loss_mask=torch.ones_like(loss.clipped), cu_seqlens=inputs.cu_targets, denominators=denominators,
                       mode=settings.aggregation, max_tokens=settings.max_tokens)
@@ -197,28 +198,28 @@ def _backward(trainee: Trainee, inputs: ForwardInputs, *, tokens: CorrectionBatc
     return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
 
 
-def _policy_loss(config: TrainConfig, logprobs: Tensor, *, places: Tensor, tokens: CorrectionBatch,
+def _policy_loss(config: TrainConfig, logprobs: Tensor, *, places: Tensor, cu_targets: Tensor, tokens: CorrectionBatch,
                  corrected: Corrected | None) -> PolicyLoss:
     """Losses of the [P] predictions at `places`. Without a frozen correction the current logprobs, detached, are the proximal ones."""
     settings = config.loss
+    share = _loss_inputs(config, logprobs, places=places, tokens=tokens, corrected=corrected, cu_seqlens=cu_targets)
+    return {"ppo": ppo, "decoupled_ppo": decoupled_ppo}[settings.kind](logprobs, inputs=share, clip_low=settings.clip_low,
+                                                                      clip_high=settings.clip_high)
+
+
+def _loss_inputs(config: TrainConfig, logprobs: Tensor, *, places: Tensor, tokens: CorrectionBatch, corrected: Corrected | None,
+                 cu_seqlens: Tensor) -> LossInputs:
     advantages, rollout_logprobs = tokens.advantages[places], tokens.rollout_logprobs[places]
-    mask = torch.ones_like(places, dtype=torch.bool)
-    if settings.kind == "ppo":
-        return ppo(logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, loss_mask=mask,
-                   clip_low=settings.clip_low, clip_high=settings.clip_high)
     if corrected is not None:
-        proximal = tokens.proximal_logprobs[places]
-        share = Corrected(weights=corrected.weights[places], keep_mask=corrected.keep_mask[places])
-    else:
-        proximal = logprobs.detach()
-        none = torch.zeros(1, dtype=torch.int64, device=places.device)
-        share = weigh(CorrectionBatch(
-            rollout_logprobs=rollout_logprobs, proximal_logprobs=proximal, advantages=advantages, loss_mask=mask,
-            turn_ids=tokens.turn_ids[places], policy_versions=tokens.policy_versions[places],
-            cu_seqlens=torch.tensor([0, len(places)], device=places.device), group_ids=none, version=tokens.version),
-            config.build_correction())
-    return decoupled_ppo(logprobs, proximal_logprobs=proximal, advantages=advantages, corrected=share,
-                         clip_low=settings.clip_low, clip_high=settings.clip_high)
+        return LossInputs(rollout_logprobs=rollout_logprobs, proximal_logprobs=tokens.proximal_logprobs[places], advantages=advantages,
+                          weights=corrected.weights[places], keep_mask=corrected.keep_mask[places], counted=corrected.counted[places],
+                          cu_seqlens=cu_seqlens)
+    one_row = torch.tensor([0, len(places)], device=places.device)
+    batch = CorrectionBatch(
+        rollout_logprobs=rollout_logprobs, proximal_logprobs=logprobs.detach(), advantages=advantages,
+        loss_mask=torch.ones_like(places, dtype=torch.bool), turn_ids=tokens.turn_ids[places],
+        policy_versions=tokens.policy_versions[places], cu_seqlens=one_row, group_ids=torch.zeros_like(one_row[:1]), version=tokens.version)
+    return LossInputs.of(batch, weigh(batch, config.build_correction()))
 
 
 def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *, corrected: Corrected | None) -> int:

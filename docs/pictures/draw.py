@@ -27,7 +27,7 @@ from miniature import Miniature, Script, TimedEngine
 from asyncrl.accounting import Ledger, RolloutKey
 from asyncrl.buffer.policies import Lease
 from asyncrl.clock import now_s, run_virtual
-from asyncrl.correction import CorrectionBatch, correct, preset
+from asyncrl.correction import CorrectionBatch, LossInputs, correct, preset
 from asyncrl.correction.losses import decoupled_ppo
 from asyncrl.errors import RewardError
 from asyncrl.rollout.engine import GenerationRequest, Interruption
@@ -136,7 +136,7 @@ def logprobs_data() -> dict[str, Any]:
                             turn_ids=torch.zeros(count, dtype=torch.int16), policy_versions=torch.full((count,), 5, dtype=torch.int32),
                             cu_seqlens=torch.tensor([0, count]), group_ids=torch.tensor([0]), version=7)
     corrected = correct(batch, preset("token_tis"))
-    losses = decoupled_ppo(current, proximal_logprobs=proximal, advantages=ones, corrected=corrected).losses
+    losses = decoupled_ppo(current, inputs=LossInputs.of(batch, corrected)).losses
     losses.sum().backward()
     columns = (rollout, proximal, current, (proximal - rollout).exp(), corrected.weights, (current - proximal).exp(), losses, current.grad)
     return {name: [round(value, 2) + 0.0 for value in column.detach().tolist()] for name, column in zip(COLUMNS, columns, strict=True)}

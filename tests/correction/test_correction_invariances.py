@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.correction import Corrected, CorrectionBatch, correct, preset, presets, weigh
+from asyncrl.correction import Corrected, CorrectionBatch, LossInputs, correct, preset, presets, weigh
 from asyncrl.correction.aggregate import aggregate, count
 from asyncrl.correction.losses import decoupled_ppo
 
@@ -53,7 +53,7 @@ def loss_and_grad(batch: CorrectionBatch, logprobs: torch.Tensor, *, corrected: 
                   whole: CorrectionBatch) -> tuple[float, torch.Tensor]:
     """This share's part of the whole batch's loss, and its gradient."""
     leaf = logprobs.clone().requires_grad_()
-    result = decoupled_ppo(leaf, proximal_logprobs=batch.proximal_logprobs, advantages=batch.advantages, corrected=corrected)
+    result = decoupled_ppo(leaf, inputs=LossInputs.of(batch, corrected))
     loss = aggregate(result.losses, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens,
                      denominators=count(whole.loss_mask, cu_seqlens=whole.cu_seqlens))
     loss.backward()

@@ -8,6 +8,7 @@ import torch
 from asyncrl.correction import Correction, CorrectionBatch, correct, preset
 from asyncrl.correction.diagnostics import diagnose_update, ess_frac, pearson, quantiles
 from asyncrl.correction.losses import ppo
+from tests.correction.loss_inputs import loss_inputs
 
 Make = Callable[..., CorrectionBatch]
 
@@ -107,8 +108,8 @@ def test_quantiles_interpolate_linearly() -> None:
 def test_update_metrics_count_clips_over_the_original_tokens() -> None:
     rollout = torch.zeros(4, dtype=torch.float64)
     mask = torch.tensor([True, True, True, False])
-    result = ppo(torch.tensor([math.log(0.5), 0.0, 1000.0, 7.0], dtype=torch.float64), rollout_logprobs=rollout,
-                 advantages=torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64), loss_mask=mask)
+    inputs = loss_inputs(torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64), rollout_logprobs=rollout, keep_mask=mask)
+    result = ppo(torch.tensor([math.log(0.5), 0.0, 1000.0, 7.0], dtype=torch.float64), inputs=inputs)
     got = diagnose_update(result.log_ratio, clipped=result.clipped, loss_mask=mask).result()
     assert got["correction/clipped/frac"] == pytest.approx(2 / 3)
     assert got["correction/update_log_ratio_clamped/frac"] == pytest.approx(1 / 3)
@@ -119,7 +120,7 @@ def test_update_metrics_count_clips_over_the_original_tokens() -> None:
 
 def test_the_first_update_has_ratio_exactly_one_and_an_empty_one_has_no_metrics() -> None:
     logprobs, mask = torch.tensor([-1.3, -0.7]), torch.tensor([True, True])
-    result = ppo(logprobs, rollout_logprobs=logprobs, advantages=torch.ones(2), loss_mask=mask)
+    result = ppo(logprobs, inputs=loss_inputs(torch.ones(2), rollout_logprobs=logprobs, keep_mask=mask))
     got = diagnose_update(result.log_ratio, clipped=result.clipped, loss_mask=mask).result()
     assert got["correction/update_ratio/min"] == got["correction/update_ratio/max"] == 1.0
     assert got["correction/clipped/frac"] == 0.0

@@ -4,21 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.correction.batch import Corrected
-from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
+from asyncrl.correction import PolicyLoss
+from asyncrl.correction.losses import decoupled_ppo, entropy_bonus, importance_sampling, ppo, reinforce
 from asyncrl.errors import ConfigError, ShapeError
+from tests.correction.loss_inputs import loss_inputs
 
 NAN, INF = float("nan"), float("inf")
 
 
 def loss_of(log_ratio: list[float], *, advantages: list[float], keep: list[bool] | None = None, weights: list[float] | None = None,
-            dtype: torch.dtype = torch.float32) -> tuple[PolicyLoss, Tensor]:
+            dtype: torch.dtype = torch.float32, **settings: float) -> tuple[PolicyLoss, Tensor]:
     """Decoupled PPO at the given current − proximal log-ratios; the second result is the gradient of the sum."""
     logprobs = torch.tensor(log_ratio, dtype=dtype, requires_grad=True)
-    keep_mask = torch.ones(len(log_ratio), dtype=torch.bool) if keep is None else torch.tensor(keep)
-    corrected = Corrected(weights=torch.tensor(weights or [1.0] * len(log_ratio), dtype=dtype), keep_mask=keep_mask)
-    result = decoupled_ppo(logprobs, proximal_logprobs=torch.zeros_like(logprobs), advantages=torch.tensor(advantages, dtype=dtype),
-                           corrected=corrected)
+    inputs = loss_inputs(torch.tensor(advantages, dtype=dtype), keep_mask=None if keep is None else torch.tensor(keep),
+                         weights=None if weights is None else torch.tensor(weights, dtype=dtype))
+    result = decoupled_ppo(logprobs, inputs=inputs, **settings)
     result.losses.sum().backward()
     return result, logprobs.grad
 
@@ -60,8 +60,7 @@ def test_the_weight_multiplies_after_clipping() -> None:
 def test_weights_advantages_and_proximal_logprobs_carry_no_gradient() -> None:
     logprobs, proximal, advantages, weights = (torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True) for _ in range(4))
     used = weights.exp()
-    result = decoupled_ppo(logprobs, proximal_logprobs=proximal, advantages=advantages,
-                           corrected=Corrected(weights=used, keep_mask=torch.tensor([True, True])))
+    result = decoupled_ppo(logprobs, inputs=loss_inputs(advantages, proximal_logprobs=proximal, weights=used))
     result.losses.sum().backward()
     assert weights.grad is None
     assert advantages.grad is None
@@ -106,31 +105,32 @@ def test_nan_at_a_kept_token_reaches_the_loss() -> None:
 def test_the_gradient_is_that_of_the_formula() -> None:
     proximal = torch.tensor([-1.0, -0.5, -2.0, -0.3, -1.2], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, 0.7, -0.2, 3.0], dtype=torch.float64)
-    corrected = Corrected(weights=torch.tensor([0.5, 2.0, 1.0, 1.3, 9.0], dtype=torch.float64),
-                          keep_mask=torch.tensor([True, True, True, True, False]))
+    inputs = loss_inputs(advantages, proximal_logprobs=proximal, weights=torch.tensor([0.5, 2.0, 1.0, 1.3, 9.0], dtype=torch.float64),
+                         keep_mask=torch.tensor([True, True, True, True, False]))
     logprobs = (proximal + torch.tensor([0.05, -0.4, 0.5, 0.1, 0.0], dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: decoupled_ppo(x, proximal_logprobs=proximal, advantages=advantages, corrected=corrected).losses, logprobs)
+    for loss in (decoupled_ppo, ppo, reinforce, importance_sampling):
+        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, inputs=inputs).losses, logprobs)
+    assert torch.autograd.gradcheck(lambda x: decoupled_ppo(x, inputs=inputs, dual_clip=3.0).losses, logprobs)
 
 
 def test_ppo_is_decoupled_ppo_with_one_anchor_and_weight_one() -> None:
     generator = torch.Generator().manual_seed(1)
     rollout, current, advantages = (torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.arange(20) % 3 > 0
-    one = ppo(current, rollout_logprobs=rollout, advantages=advantages, loss_mask=mask)
+    one = ppo(current, inputs=loss_inputs(advantages, rollout_logprobs=rollout, keep_mask=mask))
     ratio = (current - rollout).exp()
     torch.testing.assert_close(one.losses, torch.where(mask, -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages), 0.0))
 
 
 def test_bfloat16_logprobs_are_computed_in_float32() -> None:
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
-    result = ppo(logprobs, rollout_logprobs=torch.tensor([-1.001, -2.0]), advantages=torch.ones(2), loss_mask=torch.tensor([True, True]))
+    result = ppo(logprobs, inputs=loss_inputs(torch.ones(2), rollout_logprobs=torch.tensor([-1.001, -2.0])))
     assert result.losses.dtype == torch.float32
     close(result.losses, [-math.exp(0.001), -1.0])
 
 
 def test_clip_ranges_without_one_and_unequal_shapes_are_refused() -> None:
-    arguments = {"rollout_logprobs": torch.zeros(2), "advantages": torch.zeros(2), "loss_mask": torch.ones(2, dtype=torch.bool)}
+    arguments = {"inputs": loss_inputs(torch.zeros(2))}
     for clip in ({"clip_low": -0.1}, {"clip_low": 1.5}, {"clip_high": -0.1}, {"clip_high": NAN}):
         with pytest.raises(ConfigError, match=r"loss\.clip_low, loss\.clip_high"):
             ppo(torch.zeros(2), **arguments, **clip)
@@ -146,7 +146,44 @@ def test_importance_weights_make_the_stale_gradient_exact() -> None:
     (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
     current = logits.log_softmax(0)
     weights = (current.detach() - rollout).exp()
-    result = decoupled_ppo(current, proximal_logprobs=current.detach(), advantages=rewards,
-                           corrected=Corrected(weights=weights, keep_mask=torch.ones(4, dtype=torch.bool)))
-    (got,) = torch.autograd.grad((rollout.exp() * result.losses).sum(), logits)
-    torch.testing.assert_close(-got, exact, rtol=0, atol=1e-12)
+    inputs = loss_inputs(rewards, proximal_logprobs=current.detach(), rollout_logprobs=rollout, weights=weights)
+    for loss in (decoupled_ppo, reinforce, importance_sampling):
+        (got,) = torch.autograd.grad((rollout.exp() * loss(current, inputs=inputs).losses).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(-got, exact, rtol=0, atol=1e-12)
+
+
+def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
+    ratios = [0.5, 0.9, 1.1, 1.5, 5.0, 5.0, 0.5]
+    result, grad = loss_of([math.log(r) for r in ratios], advantages=[-1, -1, 1, 1, -1, 1, 1], dtype=torch.float64, dual_clip=3.0)
+    close(result.losses, [0.8, 0.9, -1.1, -1.28, 3.0, -1.28, -0.5])
+    close(grad, [0.0, 0.9, -1.1, 0.0, 0.0, 0.0, -0.5])
+
+
+@pytest.mark.parametrize("dual_clip", [0.5, 1.0, 1.28, NAN, INF])
+def test_a_dual_clip_inside_the_clip_range_is_refused(dual_clip: float) -> None:
+    with pytest.raises(ConfigError, match=r"loss\.dual_clip"):
+        decoupled_ppo(torch.zeros(2), inputs=loss_inputs(torch.zeros(2)), dual_clip=dual_clip)
+
+
+def test_reinforce_weighs_the_score_and_importance_sampling_the_gain() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    inputs = loss_inputs(torch.tensor([1.0, -0.5, NAN], dtype=torch.float64), keep_mask=torch.tensor([True, True, False]),
+                         weights=torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64),
+                         rollout_logprobs=torch.tensor([-1.0, -2.0 - math.log(2.0), NAN], dtype=torch.float64))
+    result = reinforce(logprobs, inputs=inputs)
+    close(result.losses, [2.0, -1.0, 0.0])
+    result.losses.sum().backward()
+    close(logprobs.grad, [-2.0, 0.5, 0.0])
+    logprobs.grad = None
+    result = importance_sampling(logprobs, inputs=inputs)
+    close(result.losses, [-1.0, 1.0, 0.0])
+    result.losses.sum().backward()
+    close(logprobs.grad, [-1.0, 1.0, 0.0])
+
+
+def test_the_entropy_bonus_raises_the_entropy_of_kept_tokens() -> None:
+    entropy = torch.tensor([0.5, NAN], requires_grad=True)
+    bonus = entropy_bonus(entropy, keep_mask=torch.tensor([True, False]), coefficient=0.1)
+    close(bonus, [-0.05, 0.0])
+    bonus.sum().backward()
+    close(entropy.grad, [-0.1, 0.0])

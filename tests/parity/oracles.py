@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.correction import Correction, CorrectionBatch, correct, weigh
+from asyncrl.correction import Corrected, Correction, CorrectionBatch, LossInputs, PolicyLoss, correct, weigh
 from asyncrl.correction.advantages import dr_grpo, grpo, rloo
 from asyncrl.correction.aggregate import Denominators, Mode, aggregate, count, scale
-from asyncrl.correction.batch import Corrected
 from asyncrl.correction.diagnostics import diagnose_update, quantiles
-from asyncrl.correction.losses import PolicyLoss, decoupled_ppo, ppo
+from asyncrl.correction.losses import decoupled_ppo, ppo
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
 
 Inputs = Mapping[str, Any]
@@ -62,8 +61,8 @@ class _Padded:
                          mode=mode)
 
     def decoupled(self, current: Tensor, corrected: Corrected) -> PolicyLoss:
-        return decoupled_ppo(current, proximal_logprobs=self.batch.proximal_logprobs, advantages=self.batch.advantages, corrected=corrected,
-                             clip_low=self.inputs["eps_low"], clip_high=self.inputs["eps_high"])
+        return decoupled_ppo(current, inputs=LossInputs.of(self.batch, corrected), clip_low=self.inputs["eps_low"],
+                             clip_high=self.inputs["eps_high"])
 
 
 def _mode(name: str) -> Mode:
@@ -103,8 +102,8 @@ def _decoupled_mask(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
 
 def _identity(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
     case = _Padded(inputs, dtype)
-    plain = ppo(case.current(), rollout_logprobs=case.batch.rollout_logprobs, advantages=case.batch.advantages,
-                loss_mask=case.batch.loss_mask, clip_low=inputs["eps_low"], clip_high=inputs["eps_high"])
+    unweighted = LossInputs.of(case.batch, weigh(case.batch, Correction(level="none")))
+    plain = ppo(case.current(), inputs=unweighted, clip_low=inputs["eps_low"], clip_high=inputs["eps_high"])
     first = case.current("prox_logp")
     case.loss(case.decoupled(first, weigh(case.batch, Correction(truncate_high=inputs["cap"])))).backward()
     return {"ppo_vs_behave_loss": case.loss(plain).item(), "first_minibatch_grad": case.rows(first.grad)}
