@@ -5,15 +5,17 @@ A case has padded inputs [N, L] with anything under the mask, and expected value
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.correction import Corrected, Correction, CorrectionBatch, LossInputs, PolicyLoss, correct, weigh
-from asyncrl.correction.advantages import dr_grpo, grpo, rloo
-from asyncrl.correction.aggregate import Denominators, Mode, aggregate, count, scale
+from asyncrl.correction.aggregate import Mode, aggregate, count
 from asyncrl.correction.diagnostics import diagnose_update, quantiles
 from asyncrl.correction.losses import decoupled_ppo, ppo
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
@@ -25,9 +27,17 @@ def evaluate(name: str, inputs: Inputs, dtype: torch.dtype = torch.float64) -> d
     """What the library says about a case, under the case's own names. Raises KeyError for a kind it does not cover."""
     kinds: dict[str, Callable[[Inputs, torch.dtype], dict[str, Any]]] = {
         "decoupled_ppo_token_tis": _decoupled_tis, "decoupled_ppo_token_mask_denominators": _decoupled_mask,
-        "identity_prox_equals_behave": _identity, "advantages_group": _advantages, "numerics_overflow": _overflow,
-        "aggregation_across_microbatches_and_ranks": _aggregation, "metrics_offpolicy": _metrics}
+        "identity_prox_equals_behave": _identity, "numerics_overflow": _overflow, "metrics_offpolicy": _metrics,
+        **_beside("oracles_advantages").CASES}
     return kinds[name](inputs, dtype)
+
+
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, however this one was loaded."""
+    spec = importlib.util.spec_from_file_location(f"parity_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Padded:
@@ -109,15 +119,6 @@ def _identity(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
     return {"ppo_vs_behave_loss": case.loss(plain).item(), "first_minibatch_grad": case.rows(first.grad)}
 
 
-def _advantages(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
-    def of(rewards: list[float]) -> dict[str, list[float]]:
-        ids = inputs["group"]
-        return {"grpo_unbiased": grpo(rewards, group_ids=ids).tolist(), "dr_grpo": dr_grpo(rewards, group_ids=ids).tolist(),
-                "grpo_biased": grpo(rewards, group_ids=ids, unbiased_std=False).tolist(), "rloo": rloo(rewards, group_ids=ids).tolist()}
-
-    return {name.removeprefix("rewards_"): of(values) for name, values in inputs.items() if name.startswith("rewards_")}
-
-
 def _overflow(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
     log_ratio = inputs["log_ratio"]
     case = _Padded({"mask": [[1] * len(log_ratio)], "behave_logp": [[0.0] * len(log_ratio)], "prox_logp": [log_ratio]}, dtype)
@@ -125,34 +126,6 @@ def _overflow(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
     corrections = {"truncated": Correction(truncate_high=inputs["cap"]), "icepop_weight": Correction(mask_low=low, mask_high=high),
                    "truncated_if_unclamped": Correction(truncate_high=inputs["cap"], log_clamp=40.0)}
     return {name: correct(case.batch, correction).weights.tolist() for name, correction in corrections.items()}
-
-
-def _aggregation(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
-    ranks = [[_pack(sequences, dtype) for sequences in microbatches] for _, microbatches in sorted(inputs["losses"].items())]
-    pieces = [piece for rank in ranks for piece in rank]
-    counts = [[count(mask, cu_seqlens=offsets) for _, mask, offsets in rank] for rank in ranks]
-    whole = sum((share for rank in counts for share in rank), Denominators(0, 0))
-
-    def total(shares: list[tuple[Tensor, Tensor, Tensor]], denominators: Denominators, mode: str = "token-mean") -> float:
-        constant = inputs["l_max"] if mode == "dr-grpo" else None
-        return sum(aggregate(losses, loss_mask=mask, cu_seqlens=offsets, denominators=denominators, mode=_mode(mode),
-                             max_tokens=constant).item() for losses, mask, offsets in shares)
-
-    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "dr-grpo")
-    of_microbatches = [total([piece], own) for rank, owns in zip(ranks, counts, strict=True) for piece, own in zip(rank, owns, strict=True)]
-    of_ranks = [total(rank, sum(owns, Denominators(0, 0))) for rank, owns in zip(ranks, counts, strict=True)]
-    factor = scale(whole, averaging_ranks=inputs["dp"])
-    return {mode: total(pieces, whole, mode) for mode in modes} | {
-        "n_tokens": whole.num_loss_tokens, "n_seqs": whole.num_loss_sequences,
-        "naive_mean_of_microbatch_token_means": sum(of_microbatches) / len(of_microbatches),
-        "naive_mean_of_rank_token_means": sum(of_ranks) / len(of_ranks),
-        "microbatch_backward_values_token_mean": [[losses.sum().item() * factor for losses, _, _ in rank] for rank in ranks]}
-
-
-def _pack(sequences: list[list[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    losses = torch.tensor([loss for sequence in sequences for loss in sequence], dtype=dtype)
-    lengths = torch.tensor([0, *(len(sequence) for sequence in sequences)])
-    return losses, torch.ones(len(losses), dtype=torch.bool), lengths.cumsum(0)
 
 
 def _metrics(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:

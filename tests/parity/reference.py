@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,14 @@ import numpy as np
 DATA = Path(__file__).parent / "data" / "correction.json"
 Case = dict[str, Any]
 Array = np.ndarray
+
+
+def _beside(name: str) -> ModuleType:
+    """A module of this folder, however this one was loaded."""
+    spec = importlib.util.spec_from_file_location(f"parity_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def cases() -> list[Case]:
@@ -24,8 +34,7 @@ def cases() -> list[Case]:
         made += [_decoupled_tis(inputs), _decoupled_mask(inputs), _identity(inputs)]
         if shape != (1, 1):
             made.append(_metrics(inputs))
-    made += [_advantages(seed) for seed in range(2)]
-    made += [_aggregation(seed) for seed in range(2)]
+    made += _beside("reference_advantages").cases()
     made.append({"name": "numerics_overflow", "inputs": {"log_ratio": [1000.0, 88.8, -1000.0, 0.5], "cap": 3.0, "icepop": [0.25, 4.0]},
                  "expected": {"truncated": [3.0, 3.0, np.exp(-20.0), np.exp(0.5)], "truncated_if_unclamped": [3.0, 3.0, 0.0, np.exp(0.5)],
                               "icepop_weight": [0.0, 0.0, 0.0, np.exp(0.5)]}})
@@ -113,50 +122,6 @@ def _metrics(inputs: dict[str, Any]) -> Case:
         "rollout_log_ppl": rollout, "training_log_ppl": training, "log_ppl_diff_mean": (training - rollout).mean(),
         "token_mult_prob_error": np.exp(np.abs(log_ratio)).mean(),
         "ratio_quantiles": {str(level): np.quantile(ratio, level) for level in (0.05, 0.5, 0.95)}}}
-
-
-def _advantages(seed: int) -> Case:
-    rng = np.random.default_rng(seed)
-    group = rng.permutation([3] * 4 + [9] * 2 + [5] + [1] * 3)
-    rewards = rng.integers(0, 3, len(group)).astype(float)
-    rewards[group == 1] = 0.7
-    out = {name: np.zeros(len(group)) for name in ("grpo_unbiased", "grpo_biased", "dr_grpo", "rloo")}
-    for one in np.unique(group):
-        rows = np.flatnonzero(group == one)
-        r = rewards[rows]
-        if len(r) < 2 or np.ptp(r) == 0:
-            continue
-        out["grpo_unbiased"][rows] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
-        out["grpo_biased"][rows] = (r - r.mean()) / (r.std() + 1e-6)
-        out["dr_grpo"][rows] = r - r.mean()
-        out["rloo"][rows] = [r[i] - np.delete(r, i).mean() for i in range(len(r))]
-    return {"name": "advantages_group", "inputs": {"rewards_a": rewards.tolist(), "group": group.tolist()}, "expected": {"a": out}}
-
-
-def _aggregation(seed: int) -> Case:
-    rng = np.random.default_rng(seed)
-
-    def microbatch() -> list[list[float]]:
-        return [rng.normal(size=rng.integers(1, 6)).round(4).tolist() for _ in range(rng.integers(1, 4))]
-
-    ranks = [[microbatch() for _ in range(2)] for _ in range(3)]
-    sequences = [np.array(s) for rank in ranks for held in rank for s in held]
-    tokens = np.concatenate(sequences)
-
-    def mean(parts: list[list[float]]) -> float:
-        return float(np.concatenate(parts).mean())
-
-    return {"name": "aggregation_across_microbatches_and_ranks",
-            "inputs": {"losses": {f"rank{i}": rank for i, rank in enumerate(ranks)}, "dp": 3, "l_max": 7},
-            "expected": {"token-mean": tokens.mean(), "token-sum": tokens.sum(),
-                         "seq-mean-token-sum": np.mean([s.sum() for s in sequences]),
-                         "seq-mean-token-mean": np.mean([s.mean() for s in sequences]),
-                         "dr-grpo": np.mean([s.sum() / 7 for s in sequences]),
-                         "n_tokens": len(tokens), "n_seqs": len(sequences),
-                         "naive_mean_of_microbatch_token_means": np.mean([mean(held) for rank in ranks for held in rank]),
-                         "naive_mean_of_rank_token_means": np.mean([mean([s for held in rank for s in held]) for rank in ranks]),
-                         "microbatch_backward_values_token_mean": [[sum(map(sum, held)) * 3 / len(tokens) for held in rank]
-                                                                  for rank in ranks]}}
 
 
 def _rounded(value: Any) -> Any:
