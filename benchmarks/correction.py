@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.correction import Correction, CorrectionBatch, correct, weigh
+from asyncrl.correction import Correction, CorrectionBatch, LossInputs, PolicyLoss, correct, weigh
 from asyncrl.correction.aggregate import aggregate, count
 from asyncrl.correction.diagnostics import diagnose_update
-from asyncrl.correction.losses import PolicyLoss, decoupled_ppo
+from asyncrl.correction.losses import decoupled_ppo
 from tests.parity.peers.adapter import Settings, Tensors, serve, timed, with_gradient
 from tests.parity.peers.client import PEERS, Arrays, Peer, is_installed, packed, padded
 
@@ -97,8 +97,7 @@ def batch_of(tensors: Tensors) -> CorrectionBatch:
 
 def losses_of(logprobs: torch.Tensor, batch: CorrectionBatch) -> PolicyLoss:
     """Weights and token losses."""
-    return decoupled_ppo(logprobs, proximal_logprobs=batch.proximal_logprobs, advantages=batch.advantages,
-                         corrected=weigh(batch, CORRECTION), clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    return decoupled_ppo(logprobs, inputs=LossInputs.of(batch, weigh(batch, CORRECTION)), clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
 
 def core(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
