@@ -93,9 +93,10 @@ def engine_spec(config: RunConfig, scene: Scene) -> object:
 
 
 def inline_engine(config: RunConfig, scene: Scene) -> object:
-    """The dtype an inline engine loads its model in, its limits, and size and threads of its waves when three requests come at once."""
+    """The dtype an inline engine loads its model in, its limits, size and threads of its waves, and what it reports, when three requests
+    come at once."""
     threads = torch.get_num_threads()
-    dtypes, waves, real_load, real_wave = [], [], loaded_model.load_model, inline_wave.Wave
+    dtypes, waves, written, real_load, real_wave = [], [], [], loaded_model.load_model, inline_wave.Wave
 
     def load(folder: Path, *, dtype: str) -> object:
         dtypes.append(dtype)
@@ -116,8 +117,8 @@ def inline_engine(config: RunConfig, scene: Scene) -> object:
 
         async def one(number: int) -> None:
             request = GenerationRequest(str(number), np.array([3, 4], np.int32), config.sampling.build(), seed=number)
-            async for _ in engine.generate(request):
-                pass
+            async for chunk in engine.generate(request):
+                written.append((number, chunk.logprobs.tolist()))
 
         await asyncio.gather(*(one(number) for number in range(3)))
         dtypes.append(engine.capabilities)
@@ -129,7 +130,7 @@ def inline_engine(config: RunConfig, scene: Scene) -> object:
         asyncio.run(main())
     finally:
         torch.set_num_threads(threads)
-    return dtypes, waves
+    return dtypes, waves, written
 
 
 def buffer_story(config: RunConfig, scene: Scene) -> object:

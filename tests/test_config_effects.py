@@ -119,6 +119,7 @@ FLIPS: dict[str, Flip] = {
     "engine.kind": flip({"kind": "inline"}, see.processes), "engine.inline.dtype": flip("bfloat16", see.inline_engine),
     "engine.inline.threads": flip(2, see.inline_engine),
     "engine.inline.max_batch_requests": flip(2, see.inline_engine), "engine.inline.context_tokens": flip(32, see.inline_engine),
+    "engine.inline.logit_noise": flip(0.1, see.inline_engine),
     **{f"engine.transformers.{name}": flip(value, see.engine_spec) for name, value in {
         "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_tokens": 4096,
         "context_tokens": 32, "seed": 5}.items()},

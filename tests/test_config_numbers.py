@@ -64,7 +64,8 @@ ACCEPTED: dict[str, set[str]] = {
     # switches something off, or is an ordinary value
     "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"),
              *under("run", "error_budget", "seed"),
-             *under("engine", "transformers.seed", "vllm.seed"), *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
+             *under("engine", "inline.logit_noise", "transformers.seed", "vllm.seed"),
+             *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
              *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "schedule.linear.final_frac",
                     "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
              *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_low", "clip_high")),

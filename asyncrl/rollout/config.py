@@ -56,6 +56,9 @@ class InlineEngineConfig(Section):
     """Most requests of one wave; later ones wait for the next."""
     context_tokens: int | None = Field(default=None, ge=2)
     """Prompt plus completion; the model's own limit when left out."""
+    logit_noise: float = Field(default=0.0, ge=0.0, le=100.0)
+    """For experiments: standard deviation of Gaussian noise on every logit of every token, from the request's own random stream. Tokens and
+    logprobs are of the noisy distribution: a mismatch with the trainer of known size, in evaluations too. `run.probe` must allow it."""
 
     @property
     def most_context_tokens(self) -> int | None:

@@ -164,7 +164,8 @@ class InlineEngine:
         from asyncrl.rollout.inline_wave import Wave
 
         assert self._model is not None
-        wave = self._wave = Wave(self._model, rows, eos_tokens=self._facts.eos_tokens, threads=self._config.threads)
+        wave = self._wave = Wave(self._model, rows, eos_tokens=self._facts.eos_tokens, threads=self._config.threads,
+                                 logit_noise=self._config.logit_noise)
         self._wave_ended.clear()
         while wave.rows:
             if self._paused is not None:

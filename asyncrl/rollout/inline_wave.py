@@ -53,8 +53,10 @@ class Row:
 class Wave:
     """Rows that are sampled together, one token each a step, until every one has ended."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[Row], *, eos_tokens: frozenset[int], threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, rows: list[Row], *, eos_tokens: frozenset[int], threads: int,
+                 logit_noise: float = 0.0) -> None:
         self.rows = list(rows)
+        self._logit_noise = logit_noise
         self._threads = threads
         self._model = model
         self._eos_tokens = eos_tokens
@@ -85,7 +87,8 @@ class Wave:
         logits = self._prefill() if self._cache is None else self._decode()
         temperatures = torch.tensor([row.request.sampling.temperature for row in self.rows], device=self._device, dtype=torch.float32)
         draws = np.asarray([row.generator.random() for row in self.rows])
-        tokens, logprobs = sample(logits, temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device), kept=self._kept_sets())
+        tokens, logprobs = sample(self._noisy(logits), temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device),
+                                  kept=self._kept_sets())
         ended: list[tuple[Row, Status]] = []
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             status = self._append(row, token, logprob)
@@ -99,6 +102,13 @@ class Wave:
     def drop(self, unwanted: Row) -> None:
         """Take one row out."""
         self._keep(lambda row: row is not unwanted)
+
+    def _noisy(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V] logits with the noise that was asked for; without it nothing is drawn, and the bits are those of a plain engine."""
+        if self._logit_noise == 0.0:
+            return logits
+        noise = np.stack([row.generator.standard_normal(logits.shape[-1], dtype=np.float32) for row in self.rows])
+        return logits.float() + self._logit_noise * torch.from_numpy(noise).to(self._device)
 
     def _kept_sets(self) -> KeptSets | None:
         samplings = [row.request.sampling for row in self.rows]
