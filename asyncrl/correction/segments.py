@@ -30,7 +30,7 @@ class Segments:
 
     @classmethod
     def of_turns(cls, mask: Tensor, *, cu_seqlens: Tensor, turn_ids: Tensor) -> Segments:
-        """Loss tokens of one sequence and one turn id. Waits for the device."""
+        """Loss tokens of one sequence and one turn id; one empty segment where there is none. Waits for the device."""
         ids = cls.of_sequences(mask, cu_seqlens=cu_seqlens).ids
         places = mask.nonzero()[:, 0]
         keys = torch.stack([ids[places], turn_ids[places].long()])
@@ -39,7 +39,7 @@ class Segments:
         _, turn_of = torch.unique(runs, dim=1, return_inverse=True)
         numbers = torch.zeros_like(ids)
         numbers[places] = turn_of[run_of]
-        return cls._of(numbers, mask=mask, count=int(turn_of.max()) + 1 if len(places) else 0)
+        return cls._of(numbers, mask=mask, count=int(turn_of.max()) + 1 if len(places) else 1)
 
     @classmethod
     def of(cls, level: Level, *, mask: Tensor, cu_seqlens: Tensor, turn_ids: Tensor) -> Segments:
@@ -72,4 +72,4 @@ class Segments:
 
     def spread(self, values: Tensor) -> Tensor:
         """[T] each token's [S] value; anything where `mask` is False."""
-        return values[self.ids] if len(values) else values.new_zeros(len(self.ids))
+        return values[self.ids]
