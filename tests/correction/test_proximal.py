@@ -31,7 +31,8 @@ def test_the_gradient_is_that_of_the_whole_ratio_whatever_alpha() -> None:
     alpha, mask = torch.tensor([0.0, 0.5, 1.0, 0.3], dtype=torch.float64), torch.ones(4, dtype=torch.bool)
     guess = log_linear(logprobs, rollout_logprobs=rollout, alpha=alpha, loss_mask=mask, correction=TIS)
     torch.testing.assert_close(guess.logprobs, rollout + alpha * (logprobs.detach() - rollout))
-    inputs = loss_inputs(torch.ones(4, dtype=torch.float64), proximal_logprobs=guess.logprobs, rollout_logprobs=rollout, weights=guess.weights)
+    inputs = loss_inputs(torch.ones(4, dtype=torch.float64), proximal_logprobs=guess.logprobs, rollout_logprobs=rollout,
+                         weights=guess.weights)
     decoupled_ppo(logprobs, inputs=inputs).losses.sum().backward()
     torch.testing.assert_close(logprobs.grad, -(logprobs.detach() - rollout).exp())
 
@@ -64,13 +65,14 @@ def test_a_correction_that_guesses_gives_alpha_and_measures_no_mismatch() -> Non
 def test_guessed_logprobs_are_refused_where_true_ones_are_needed() -> None:
     guess = log_linear(torch.tensor([-1.0, -0.5]), rollout_logprobs=torch.tensor([-1.0, -0.5]), alpha=torch.ones(2),
                        loss_mask=torch.tensor([True, True]), correction=TIS)
-    with pytest.raises(ShapeError, match="proximal_logprobs is a LogLinear.*a guess"):
+    with pytest.raises(ShapeError, match=r"proximal_logprobs is a LogLinear.*a guess"):
         _batch(guess)
 
 
 def test_unequal_shapes_are_refused() -> None:
     with pytest.raises(ShapeError):
-        log_linear(torch.zeros(2), rollout_logprobs=torch.zeros(2), alpha=torch.zeros(3), loss_mask=torch.ones(2, dtype=torch.bool), correction=TIS)
+        log_linear(torch.zeros(2), rollout_logprobs=torch.zeros(2), alpha=torch.zeros(3), correction=TIS,
+                   loss_mask=torch.ones(2, dtype=torch.bool))
 
 
 def _batch(proximal: object) -> CorrectionBatch:

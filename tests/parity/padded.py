@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.correction import Corrected, Correction, CorrectionBatch, LossInputs, PolicyLoss, weigh
+from asyncrl.correction import Corrected, CorrectionBatch, LossInputs, PolicyLoss
 from asyncrl.correction.aggregate import Mode, aggregate, count
 from asyncrl.correction.losses import decoupled_ppo
 
@@ -26,7 +26,8 @@ class Padded:
         advantages = self.flat("adv") if "adv" in inputs else torch.zeros(len(flat), dtype=dtype)
         self.batch = CorrectionBatch(
             rollout_logprobs=self.flat("behave_logp"), proximal_logprobs=self.flat("prox_logp"), advantages=advantages, loss_mask=flat,
-            turn_ids=torch.zeros(len(flat), dtype=torch.int16), policy_versions=torch.zeros(len(flat), dtype=torch.int32),
+            turn_ids=torch.tensor(inputs["turn_id"]).flatten() if "turn_id" in inputs else torch.zeros(len(flat), dtype=torch.int16),
+            policy_versions=torch.zeros(len(flat), dtype=torch.int32),
             cu_seqlens=torch.arange(sequences + 1) * length, group_ids=torch.arange(sequences), version=0)
 
     def flat(self, name: str) -> Tensor:
