@@ -61,6 +61,10 @@ DATA_PLACES = tuple(f"prompts.{place}{kind}" for place in ("", "mixture.sources.
 SECTIONS |= {f"{place}.{kind}": section for place in DATA_PLACES for kind, section in {
     "shuffle.buffer": {"kind": "buffer", "rows": 3}, "shuffle.full": {"kind": "full"}, "shuffle.none": {"kind": "none"},
     "curriculum.none": {"kind": "none"}, "curriculum.pass_rate": {"kind": "pass_rate", "min_rollouts": 2}}.items()}
+SHAPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages of rewards that may be less for long rollouts."""
+SECTIONS |= {f"advantages.{kind}": {"kind": kind} for kind in SHAPED} | {
+    f"advantages.{kind}.overlong.soft": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4} for kind in SHAPED}
 """The section each kind is tried in."""
 
 
@@ -141,7 +145,12 @@ FLIPS: dict[str, Flip] = {
     "buffer.zero_variance_tolerance": flip(1e-2, see.buffer_story), "buffer.min_valid_rollouts": flip(3, see.buffer_story),
     "buffer.max_bytes": flip(1, see.buffer_story), "buffer.stall_timeout_s": flip(30.0, see.buffer_story, buffer__groups_per_step=3),
     "buffer.max_empty_fills": flip(1, see.buffer_story),
-    "advantages.kind": flip("rloo", see.trained), "correction.kind": flip("icepop", see.trained),
+    "advantages.kind": flip("rloo", see.trained), "advantages.grpo.unbiased_std": flip(False, see.trained),
+    "advantages.reinforce_plus_plus.gamma": flip(0.5, see.trained),
+    **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained) for kind in SHAPED for name, value in {
+        "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
+        "soft.weight": 0.5}.items()},
+    "correction.kind": flip("icepop", see.trained),
     "correction.token_tis.truncate_high": flip(1.05, see.trained),
     "correction.icepop.mask_low": flip(0.95, see.trained), "correction.icepop.mask_high": flip(1.05, see.trained),
     "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
-from tests.test_config_effects import FIELDS, FLIPS, HERE, SECTIONS, TREE, put
+from tests.test_config_effects import FIELDS, FLIPS, HERE, SECTIONS, SHAPED, TREE, put
 
 SENSELESS: dict[str, Any] = {"zero": 0, "minus": -1, "large": 10**12, "huge": 10**30, "nan": math.nan, "infinite": math.inf,
                              "text": "1", "null": None, "true": True, "list": [1]}
@@ -82,6 +82,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
+              *(f"advantages.{kind}.overlong.soft.{name}" for kind in SHAPED for name in ("max_tokens", "weight")),
               *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_high", "max_tokens")), "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",

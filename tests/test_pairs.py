@@ -18,6 +18,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["correction=null", "buffer.max_staleness=0", "buffer.policy=soft"], "correction, buffer.max_staleness"),
     ([LAG], "weights.interruption, buffer.policy.kind"),
     (["buffer.group_size=1"], "buffer.group_size, advantages.kind"),
+    (["buffer.group_size=1", "advantages=reinforce_plus_plus_baseline"], "buffer.group_size, advantages.kind"),
+    (["advantages.overlong={kind: soft, max_tokens: 4, cache_tokens: 5}"],
+     "advantages.overlong.max_tokens, advantages.overlong.cache_tokens"),
     (["trainer.minibatches_per_step=5"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.minibatches_per_step=64"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.processes=3", "buffer.groups_per_step=1", "buffer.group_size=2"], RANKS),
@@ -52,6 +55,7 @@ REFUSED: list[tuple[list[str], str]] = [
      "run.deterministic, prompts.curriculum"),
     (["loss.kind=ppo"], "loss.kind, correction.kind"), (["loss.max_tokens=4"], "loss.aggregation, loss.max_tokens")]
 ACCEPTED: list[list[str]] = [
+    ["buffer.group_size=1", "advantages=reinforce_plus_plus"],
     ["run.deterministic=true", "engine.kind=inline", "buffer.max_staleness=0"],
     ["run.deterministic=true", "engine.kind=inline", LAG, "weights.interruption=drain"],
     ["correction=null", "buffer.max_staleness=0"], [LAG, "weights.interruption=drain", "weights.drain_timeout_s=5"],

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"learning_rate": 1e-3, "loss": lambda ratio: ratio}, "loss.kind", r"one of \['decoupled_ppo', 'ppo'\]"),
     ({"learning_rate": 1e-3, "loss": "pppo"}, "loss.kind", "Did you mean 'ppo'?"),
     ({"learning_rate": 1e-3, "loss": {"kind": "ppo", "clip_hgh": 1}}, "loss.clip_hgh", "Did you mean 'clip_high'?"),
-    ({"learning_rate": 1e-3, "advantages": print}, "advantages.kind", r"one of \['grpo', 'dr_grpo', 'rloo'\]"),
+    ({"learning_rate": 1e-3, "advantages": print}, "advantages.kind", r"one of \['grpo', 'dr_grpo', 'rloo', 'maxrl', 'opo'"),
     ({"learning_rate": 1e-3, "schedule": {"kind": "linear", "total_step": 3}}, "trainer.schedule.total_step", "mean 'total_steps'")])
 def test_a_wrong_setting_of_the_trainer_is_named_where_it_was_written(model: Path, settings: dict[str, object], field: str,
                                                                       told: str) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.correction import advantages as baselines
 from asyncrl.correction.aggregate import Denominators, aggregate, count
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
@@ -26,6 +25,7 @@ from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
 from asyncrl.correction.weights import correct, weigh
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
+from asyncrl.train.advantages import shaping_metrics, token_advantages
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.microbatch import build, layout
@@ -107,6 +107,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics = Metrics()
     if not nonfinite:
         metrics.merge(corrected.metrics)
+        metrics.merge(shaping_metrics(trainee.config.advantages, batch))
         _record(metrics, traces, tokens=tokens, config=trainee.config)
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
@@ -145,9 +146,7 @@ def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...
 
 
 def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
-    """The batch as tensors, with the advantage of its rollout at every token; proximal logprobs are still those of the rollout."""
-    estimate = {"grpo": baselines.grpo, "dr_grpo": baselines.dr_grpo, "rloo": baselines.rloo}[trainee.config.advantages.kind]
-    advantages = estimate(batch.rewards, group_ids=batch.group_ids, valid=batch.valid)
+    """The batch as tensors, with the advantage of every token; proximal logprobs are still those of the rollout."""
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(trainee.ranks.device)
@@ -155,7 +154,7 @@ def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
     rollout_logprobs = put(batch.rollout_logprobs)
     return CorrectionBatch(
         rollout_logprobs=rollout_logprobs, proximal_logprobs=rollout_logprobs, loss_mask=put(batch.loss_mask),
-        advantages=put(advantages[batch.rollout_ids[batch.sequence_ids]].astype(np.float32)),
+        advantages=put(token_advantages(trainee.config.advantages, batch)),
         turn_ids=put(batch.turn_ids), policy_versions=put(batch.policy_versions), cu_seqlens=put(batch.cu_seqlens),
         group_ids=put(batch.group_ids[batch.rollout_ids]), version=batch.version)
 
