@@ -16,7 +16,7 @@ from asyncrl import yaml_text
 from asyncrl.buffer.config import BufferConfig
 from asyncrl.errors import ConfigError
 from asyncrl.overrides import apply_overrides, parse_overrides
-from asyncrl.pairs import check_deadline, check_deterministic, check_engine, check_evaluation, check_mixture, check_pairs
+from asyncrl.pairs import check_deadline, check_deterministic, check_engine, check_evaluation, check_mixture, check_overlong, check_pairs
 from asyncrl.recipe_files import find_recipe
 from asyncrl.references import resolve_references
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
@@ -116,6 +116,7 @@ class RunConfig(Section):
         sampling.check(for_training=True)
         check_engine(self.engine, sampling=sampling, weights=self.weights)
         check_deadline(self.env, buffer=self.buffer)
+        check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)
         if self.run.deterministic:
             check_deterministic(self.buffer, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)},
                                 goes_by_rewards=self.prompts.goes_by_rewards)

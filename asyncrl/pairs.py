@@ -9,8 +9,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollout.config import EngineConfig
 from asyncrl.rollout.engine import Capabilities, Interruption, require
 from asyncrl.rollout.eval_set import check_set_sampling
-from asyncrl.rollout.task_config import MixturePrompts, SetsEval, SingleTurnConfig
-from asyncrl.train.config import TrainConfig
+from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval, SingleTurnConfig
+from asyncrl.train.config import AdvantagesConfig, SoftOverlong, TrainConfig
 from asyncrl.types import Sampling
 from asyncrl.weights.config import WeightsConfig
 
@@ -73,6 +73,18 @@ def check_mixture(prompts: MixturePrompts, *, env: SingleTurnConfig, sampling: S
             check_engine(engine, sampling=source.sampling.over(sampling), weights=weights)
         except ConfigError as error:
             raise error.moved("sampling", f"{field}.sampling") from error
+
+
+def check_overlong(advantages: AdvantagesConfig, *, prompts: PromptsConfig, sampling: Sampling) -> None:
+    """Raise ConfigError for a penalty on length that no completion is long enough for."""
+    overlong = getattr(advantages, "overlong", None)
+    sources = prompts.sources.values() if isinstance(prompts, MixturePrompts) else ()
+    longest = max((source.sampling.over(sampling).max_new_tokens for source in sources), default=sampling.max_new_tokens)
+    if isinstance(overlong, SoftOverlong) and overlong.max_tokens - overlong.cache_tokens >= longest:
+        raise ConfigError("advantages.overlong.max_tokens, advantages.overlong.cache_tokens, sampling.max_new_tokens",
+                          value=(overlong.max_tokens, overlong.cache_tokens, longest),
+                          allowed="a penalty that begins, at max_tokens − cache_tokens, below the longest completion",
+                          remedy="As a rule max_tokens is sampling.max_new_tokens; or remove advantages.overlong.")
 
 
 def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilities], goes_by_rewards: bool) -> None:

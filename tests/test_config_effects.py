@@ -147,7 +147,7 @@ FLIPS: dict[str, Flip] = {
     "buffer.max_empty_fills": flip(1, see.buffer_story),
     "advantages.kind": flip("rloo", see.trained), "advantages.grpo.unbiased_std": flip(False, see.trained),
     "advantages.reinforce_plus_plus.gamma": flip(0.5, see.trained),
-    **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained) for kind in SHAPED for name, value in {
+    **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained, sampling__max_new_tokens=9) for kind in SHAPED for name, value in {
         "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
         "soft.weight": 0.5}.items()},
     "correction.kind": flip("icepop", see.trained),

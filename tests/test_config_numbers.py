@@ -82,7 +82,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
-              *(f"advantages.{kind}.overlong.soft.{name}" for kind in SHAPED for name in ("max_tokens", "weight")),
+              *(f"advantages.{kind}.overlong.soft.weight" for kind in SHAPED),
               *(f"loss.{kind}.{name}" for kind in LOSSES for name in ("clip_high", "max_tokens")), "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",

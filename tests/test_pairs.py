@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError
 LAG = "buffer.policy={kind: fixed_lag, lag_steps: 1}"
 WINDOW = "buffer.window, buffer.max_staleness, weights.publish_every_steps"
 RANKS = "trainer.processes, trainer.minibatches_per_step, buffer.groups_per_step, buffer.group_size"
+NEVER = "advantages.overlong.max_tokens, advantages.overlong.cache_tokens, sampling.max_new_tokens"
 STALE = "run.deterministic, buffer.policy.kind, buffer.max_staleness"
 REFUSED: list[tuple[list[str], str]] = [
     (["correction=null"], "correction, buffer.max_staleness"),
@@ -21,6 +22,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["buffer.group_size=1", "advantages=reinforce_plus_plus_baseline"], "buffer.group_size, advantages.kind"),
     (["advantages.overlong={kind: soft, max_tokens: 4, cache_tokens: 5}"],
      "advantages.overlong.max_tokens, advantages.overlong.cache_tokens"),
+    (["sampling.max_new_tokens=6", "advantages.overlong={kind: soft, max_tokens: 8, cache_tokens: 2}"], NEVER),
     (["trainer.minibatches_per_step=5"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.minibatches_per_step=64"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.processes=3", "buffer.groups_per_step=1", "buffer.group_size=2"], RANKS),
@@ -56,6 +58,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["loss.kind=ppo"], "loss.kind, correction.kind"), (["loss.max_tokens=4"], "loss.aggregation, loss.max_tokens")]
 ACCEPTED: list[list[str]] = [
     ["buffer.group_size=1", "advantages=reinforce_plus_plus"],
+    ["sampling.max_new_tokens=6", "advantages.overlong={kind: soft, max_tokens: 8, cache_tokens: 3}"],
     ["run.deterministic=true", "engine.kind=inline", "buffer.max_staleness=0"],
     ["run.deterministic=true", "engine.kind=inline", LAG, "weights.interruption=drain"],
     ["correction=null", "buffer.max_staleness=0"], [LAG, "weights.interruption=drain", "weights.drain_timeout_s=5"],
@@ -91,6 +94,14 @@ def test_what_works_together_is_not_refused(settings: list[str]) -> None:
 def test_a_default_is_no_dead_option() -> None:
     config = load_config("arithmetic/quickstart", ["trainer.processes=0", "trainer.max_restarts=3", "weights.drain_timeout_s=600"])
     assert config.trainer.max_restarts == 3
+
+
+def test_a_penalty_on_length_may_be_for_one_source_alone() -> None:
+    soft = "advantages.overlong={kind: soft, max_tokens: 9, cache_tokens: 4}"
+    load_config("arithmetic/mixture", [soft, "prompts.sources.differences.sampling.max_new_tokens=6"])
+    with pytest.raises(ConfigError) as caught:
+        load_config("arithmetic/mixture", [soft])
+    assert caught.value.field == NEVER
 
 
 def test_the_name_of_a_source_is_one_part_of_a_metrics_name() -> None:
