@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from asyncrl.ablate.command import ablate, read_plan
+from asyncrl.ablate.command import describe as describe_ablation
 from asyncrl.config import load_config
 from asyncrl.config_schema import recipe_schema
 from asyncrl.doctor.report import diagnose, table
@@ -152,12 +154,29 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="show how things stand and return")
 
 
+def _ablate(options: argparse.Namespace) -> int:
+    plan = read_plan(options.file, out=options.out, quick=options.quick)
+    if options.dry_run:
+        print(describe_ablation(plan))
+        return EXIT_OK
+    return EXIT_OK if ablate(plan, jobs=options.jobs, tell=functools.partial(print, flush=True)) else EXIT_FAILED
+
+
+def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="an ablation by name, such as ablations/staleness, or the path of a YAML file; docs/ablations.md")
+    parser.add_argument("--quick", action="store_true", help="the file's quick profile: fewer points, steps and seeds")
+    parser.add_argument("--dry-run", action="store_true", help="check every run, print the grid, start nothing")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many runs at once")
+    parser.add_argument("--out", metavar="FOLDER", help="where runs and results lie; runs/ablations/NAME")
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
     Command("schema", "print the JSON schema of a recipe, for editors", _schema, _no_arguments),
     Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,
             takes_settings=True),
+    Command("ablate", "train over a grid of settings and seeds, and compare; goes on where it was stopped", _ablate, _ablate_arguments),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
 

@@ -136,20 +136,26 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, echo: Call
     Raises ConfigError with the field and its nearest neighbour.
     """
     file = find_recipe(recipe)
-    try:
-        tree = yaml_text.read(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("recipe", value=str(file), allowed="a file that can be read", remedy=f"{error}.") from error
-    except (yaml_text.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("recipe", value=str(file), allowed="valid YAML", remedy=str(error)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError("recipe", value=type(tree).__name__, allowed="a mapping of sections",
-                          remedy="See docs/configuration.md; `asyncrl recipes` lists examples.")
+    tree = read_tree(file)
     given = parse_overrides(overrides)
     for line in apply_overrides(tree, given, root=RunConfig):
         if echo:
             echo(line)
     return parse_config(tree, base=file.parent, overridden=[override.path for override in given])
+
+
+def read_tree(file: Path, *, field: str = "recipe") -> dict[str, Any]:
+    """The plain tree in a YAML file. Raises ConfigError, under `field`, for one that cannot be read or holds no mapping."""
+    try:
+        tree = yaml_text.read(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(field, value=str(file), allowed="a file that can be read", remedy=f"{error}.") from error
+    except (yaml_text.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(field, value=str(file), allowed="valid YAML", remedy=str(error)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(field, value=type(tree).__name__, allowed="a mapping of sections",
+                          remedy="See docs/configuration.md; `asyncrl recipes` lists examples.")
+    return tree
 
 
 def parse_config(tree: dict[str, Any], *, base: Path, overridden: Sequence[str] = ()) -> RunConfig:

@@ -9,6 +9,8 @@ from pathlib import Path
 from asyncrl.errors import ConfigError
 
 _SUFFIX = ".yaml"
+_ABLATIONS = "ablations"
+"""The folder of the files that `asyncrl ablate` takes; they are grids over recipes, not recipes."""
 _MODELINE = "# yaml-language-server:"
 """For editors; what a recipe is about stands in the line after it."""
 
@@ -22,6 +24,15 @@ def recipes_folder() -> Path:
 
 def recipe_names() -> list[str]:
     """`arithmetic/quickstart`, …"""
+    return [name for name in _names() if not name.startswith(f"{_ABLATIONS}/")]
+
+
+def ablation_names() -> list[str]:
+    """`ablations/staleness`, …"""
+    return [name for name in _names() if name.startswith(f"{_ABLATIONS}/")]
+
+
+def _names() -> list[str]:
     folder = recipes_folder()
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.glob(f"*/*{_SUFFIX}"))
 

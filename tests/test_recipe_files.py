@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe_files import find_recipe, recipe_file, recipe_names, recipe_summary
+from asyncrl.recipe_files import ablation_names, find_recipe, recipe_file, recipe_names, recipe_summary
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def test_the_names_are_the_files_of_the_folder() -> None:
-    assert recipe_names() == sorted(f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.yaml"))
+    assert sorted(recipe_names() + ablation_names()) == sorted(f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.yaml"))
     assert "arithmetic/quickstart" in recipe_names()
+    assert {name.split("/")[0] for name in ablation_names()} == {"ablations"}
 
 
 @pytest.mark.parametrize("name", ["arithmetic/quickstart", "arithmetic/quickstart.yaml"])

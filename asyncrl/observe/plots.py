@@ -1,4 +1,4 @@
-"""Pictures of a run. matplotlib is imported here alone, when a picture is drawn."""
+"""Pictures of a run. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 

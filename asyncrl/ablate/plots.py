@@ -1,0 +1,116 @@
+"""Pictures of an ablation: the curve over steps, each number over an axis. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.ablate.config import Ablation
+from asyncrl.ablate.grid import Point, points_of
+from asyncrl.ablate.report import Ended, outcomes_of
+from asyncrl.ablate.statistics import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES = "curves.png"
+_MOST_COLUMNS = 3
+_MARKERS = "osD^vPX*"
+_DECADES = 2.0
+"""A scale is logarithmic when what it shows spans more than this and is above 0."""
+
+
+def draw(folder: Path, ablation: Ablation, ended: Ended) -> list[Path]:
+    """Write `curves.png` and a picture for each number of the report that any run has. Returns their places."""
+    pictures = [_draw_curves(folder / CURVES, ablation, ended)]
+    outcomes = outcomes_of(ablation, ended)
+    for report in ablation.report:
+        estimates = {tuple(point.values()): estimate for point in points_of(ablation)
+                     if (estimate := outcomes.estimate(point, report)) is not None}
+        if estimates:
+            pictures.append(_draw_report(folder / f"{_slug(report)}.png", ablation, report=report, estimates=estimates))
+    return pictures
+
+
+def _draw_curves(path: Path, ablation: Ablation, ended: Ended) -> Path:
+    """A panel for each point of the axis `over`, a line for each combination of the others, with a band of one standard error."""
+    from matplotlib.figure import Figure
+
+    labels, lines = ablation.labels(ablation.across), _lines(ablation)
+    columns = min(_MOST_COLUMNS, len(labels))
+    rows = math.ceil(len(labels) / columns)
+    figure = Figure(figsize=(1 + 3.6 * columns, 0.6 + 2.9 * rows), dpi=120, layout="constrained")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel, label in zip(panels, labels, strict=False):
+        for number, line in enumerate(lines):
+            point = {**line, ablation.across: label}
+            runs = [measured.curves[ablation.curve] for run, record, measured in ended
+                    if record.error is None and dict(run.point) == point and measured.curves[ablation.curve].steps]
+            _draw_curve(panel, [dict(zip(run.steps, run.values, strict=True)) for run in runs], number=number, name=_name(line))
+        panel.set(title=f"{ablation.across} {label}", xlabel="step", ylabel=ablation.curve)
+        panel.label_outer()
+        panel.grid(alpha=0.25)
+    for panel in panels[len(labels):]:
+        panel.set_visible(False)
+    if any(map(_name, lines)):
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(lines)), fontsize="small")
+    figure.savefig(path)
+    return path
+
+
+def _draw_curve(panel: Axes, runs: Sequence[Mapping[int, float]], *, number: int, name: str) -> None:
+    steps = sorted({step for run in runs for step in run})
+    estimates = [Estimate.of([run[step] for run in runs if step in run]) for step in steps]
+    means = [one.mean for one in estimates if one]
+    errors = [one.standard_error or 0.0 for one in estimates if one]
+    panel.plot(steps, means, color=f"C{number}", linewidth=1.4, label=name or None)
+    if any(errors):
+        bounds = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+        panel.fill_between(steps, *bounds, color=f"C{number}", alpha=0.18, linewidth=0)
+
+
+def _draw_report(path: Path, ablation: Ablation, *, report: str, estimates: Mapping[tuple[str, ...], Estimate]) -> Path:
+    """The points of the axis `over` at equal distances, a line for each combination of the others, bars of one standard error."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    labels, lines = ablation.labels(ablation.across), _lines(ablation)
+    for number, line in enumerate(lines):
+        found = [(place, estimates[key]) for place, label in enumerate(labels)
+                 if (key := tuple({axis: (line | {ablation.across: label})[axis] for axis in ablation.axes}.values())) in estimates]
+        offset = 0.06 * (number - (len(lines) - 1) / 2)  # bars beside one another stay readable
+        axes.errorbar([place + offset for place, _ in found], [one.mean for _, one in found],
+                      yerr=[one.standard_error or 0.0 for _, one in found], color=f"C{number}", marker=_MARKERS[number % len(_MARKERS)],
+                      markersize=5, capsize=3, linewidth=1.4, label=_name(line) or None)
+    axes.set_xticks(range(len(labels)), labels)
+    metric = ablation.report[report]
+    steps = f", last {metric.last_steps} steps" if metric.last_steps else ""
+    axes.set(xlabel=ablation.across, ylabel=f"{report}: {metric.metric}\n{metric.stat}{steps}",
+             title=f"{ablation.recipe}, {ablation.steps} steps, {len(ablation.seeds)} seed(s), ± s.e.")
+    if _spans_decades([one.mean for one in estimates.values()]):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.25)
+    if any(map(_name, lines)):
+        axes.legend(fontsize="small")
+    figure.savefig(path)
+    return path
+
+
+def _lines(ablation: Ablation) -> list[dict[str, Any]]:
+    return [dict(point) for point in points_of(ablation, among=[axis for axis in ablation.axes if axis != ablation.across])]
+
+
+def _name(line: Point) -> str:
+    return ", ".join(line.values()) if len(line) == 1 else ", ".join(f"{axis} {label}" for axis, label in line.items())
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    return min(values) > 0 and math.log10(max(values) / min(values)) > _DECADES
+
+
+def _slug(report: str) -> str:
+    return re.sub(r"[^\w]+", "_", report.lower()).strip("_")
