@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 
-.PHONY: demo test lint reference clean
+.PHONY: demo test lint reference peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asyncrl train arithmetic/quickstart
@@ -34,5 +35,19 @@ reference: $(VENV)/.installed
 	$(BIN)/python -m asyncrl.config_reference > docs/configuration.md
 	$(BIN)/asyncrl schema > recipes/schema.json
 
+# verl, TRL and AReaL, for the parity tests and benchmarks/correction.py; without them these tests skip. Their pins exclude one another, so
+# each has an environment of its own, and --no-deps: tests/parity/peers/NAME.txt lists all that its imports ask for. torch as above.
+peers: $(PEERS)/verl/.installed $(PEERS)/trl/.installed $(PEERS)/areal/.installed
+
+.PRECIOUS: $(PEERS)/%/.torch
+$(PEERS)/%/.torch: constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	touch $@
+
+$(PEERS)/%/.installed: tests/parity/peers/%.txt $(PEERS)/%/.torch
+	$(@D)/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(PEERS) runs build *.egg-info

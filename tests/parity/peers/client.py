@@ -39,7 +39,7 @@ class Answer:
 class Peer:
     """A running adapter, a context manager. It dies with this process, and is killed when an answer takes longer than the time-out."""
 
-    def __init__(self, python: Path, adapter: Path, *, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(self, python: Path, adapter: Path, *, environment: Mapping[str, str] | None = None, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
