@@ -38,7 +38,7 @@ def loss(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
 
 
 def actor_step(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
-    """`grpo_loss_fn`, all of an actor's step from logprobs on: proximal logprobs by method, M2PO, rejection, loss."""
+    """`grpo_loss_fn`, all of an actor's step from logprobs on: proximal logprobs by method, M2PO, rejection, loss. float32 alone."""
     data = {"logprobs": tensors["rollout_logprobs"], "advantages": tensors["advantages"], "loss_mask": tensors["loss_mask"]}
     data |= {"versions": tensors["policy_versions"], "cu_seqlens": tensors["cu_seqlens"]}
     if settings["arguments"].get("prox_logp_method") != "loglinear":

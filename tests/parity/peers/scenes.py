@@ -62,7 +62,8 @@ class Scene:
 
     def clean(self) -> Arrays:
         """[T], zeros where no loss token stands, as a framework that pads would have them; advantages stay."""
-        return {name: values if name in ("loss_mask", "advantages", "policy_versions") else np.where(self.mask, values, 0).astype(values.dtype)
+        as_they_are = ("loss_mask", "advantages", "policy_versions")
+        return {name: values if name in as_they_are else np.where(self.mask, values, 0).astype(values.dtype)
                 for name, values in self.arrays.items()}
 
     def packed(self) -> Arrays:

@@ -80,8 +80,9 @@ def generation(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
         return [row[:length].tolist() for row, length in zip(tensors[name], lengths, strict=True)]
 
     completions = [[2] * length for length in lengths]
+    generated = ([[2]] * len(lengths), completions, rows("loss_mask"), completions, rows("rollout_logprobs"), {}, None, None)
     replaced: dict[str, Any] = {
-        "_generate": lambda *_: ([[2]] * len(lengths), completions, rows("loss_mask"), completions, rows("rollout_logprobs"), {}, None, None),
+        "_generate": lambda *_: generated,
         "_calculate_rewards": lambda *_: tensors["rewards"][:, None],
         "_get_per_token_logps_and_entropies": lambda *_, **__: (tensors["proximal_logprobs"], None, None)}
     for name, method in replaced.items():

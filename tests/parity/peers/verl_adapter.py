@@ -46,8 +46,10 @@ def actor_config(settings: Settings, *, correction: RolloutCorrectionConfig | No
 
 
 def loss(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
-    """A policy loss by `mode` with its gradient, after `correction` where one is given; the mask it leaves is the denominator, as in verl."""
-    weights, mask, _ = corrected(tensors, settings["correction"]) if settings.get("correction") else (None, tensors["loss_mask"].long(), {})
+    """A policy loss by `mode` with its gradient, after `correction` where one is given; what it leaves is the denominator, as in verl."""
+    weights, mask = None, tensors["loss_mask"].long()
+    if "correction" in settings:
+        weights, mask, _ = corrected(tensors, settings["correction"])
     return policy_loss(tensors, settings, config=actor_config(settings), weights=weights, mask=mask)
 
 
