@@ -98,5 +98,6 @@ def _loss_lengths(loss_mask: Tensor, *, cu_seqlens: Tensor) -> Tensor:
     if loss_mask.dtype != torch.bool or loss_mask.dim() != 1 or cu_seqlens.dim() != 1:
         raise ShapeError(f"loss_mask must be [T] bool and cu_seqlens [N + 1], got {loss_mask.dtype} {tuple(loss_mask.shape)}, "
                          f"{tuple(cu_seqlens.shape)}")
-    ends = torch.nn.functional.pad(loss_mask.cumsum(0), (1, 0))
+    ends = torch.zeros(len(loss_mask) + 1, dtype=torch.int32, device=loss_mask.device)
+    torch.cumsum(loss_mask, 0, dtype=torch.int32, out=ends[1:])
     return ends[cu_seqlens.long()].diff()

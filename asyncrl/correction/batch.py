@@ -70,9 +70,10 @@ class CorrectionBatch:
         """
         self._check_offsets()
         values, versions = (self.rollout_logprobs, self.proximal_logprobs, self.advantages), self.policy_versions
-        # One look where all is well; which value is at fault is found only where one is.
-        suspect = (versions < 0) | (versions > self.version) | ~torch.isfinite(values[0] + values[1] + values[2])
-        if not bool((suspect & self.loss_mask).any()):
+        # One sum is finite where all is well; which value is at fault, if any, is looked for only where it is not.
+        total = (values[0] + values[1] + values[2]).masked_fill_(~self.loss_mask, 0.0).sum()
+        sampled_by = versions.masked_fill(~self.loss_mask, self.version)
+        if bool(torch.isfinite(total)) and torch.equal(sampled_by, sampled_by.clamp(0, self.version)):
             return
         for name, tensor in zip(("rollout_logprobs", "proximal_logprobs", "advantages"), values, strict=True):
             self._refuse(~torch.isfinite(tensor), NonFiniteError, f"{name} must be finite at every loss token", tensor)
@@ -121,3 +122,5 @@ class Weighed:
     """[T] its logarithm, not clamped."""
     rejected: dict[str, Tensor]
     """[T] bool, what each rule dropped, by its name."""
+    normalizer: Tensor | None = None
+    """Scalar, what the weights were divided by."""

@@ -95,25 +95,28 @@ def _clip_range(clip_low: float, clip_high: float, dual_clip: float | None) -> t
 @torch.no_grad()
 def _clipped(logprobs: Tensor, *, inputs: LossInputs, anchor: Tensor, weights: Tensor | None,
              clip: tuple[float, float, float | None] | None) -> PolicyLoss:
-    """Every operation here is one pass over [T] numbers, so it works in place wherever a tensor is its own."""
+    """Every operation here is one pass over [T] numbers, so it works in place wherever a tensor is its own, and holds what is true as
+    1.0: torch compares and multiplies floats several times faster than it makes and reads booleans.
+    """
     inputs.require(logprobs)
     keep_mask = inputs.keep_mask
     log_ratio = masked_log_ratio(logprobs, sampled_logprobs=anchor, mask=keep_mask)
     ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
-    inside = ratio == log_ratio
+    gradient = torch.eq(ratio, log_ratio, out=torch.empty_like(ratio))
     ratio.exp_()
     # A weight is never negative, so it may multiply before the maximum as well as after it.
-    gain = inputs.advantages if weights is None else inputs.advantages * weights
-    gain = torch.where(keep_mask, gain.to(ratio.dtype), 0.0).neg_()
-    gradient = gain * ratio
-    losses, clipped = gradient, torch.zeros_like(keep_mask)
+    gain = -inputs.advantages if weights is None else (inputs.advantages * weights).neg_()
+    gain = gain.to(ratio.dtype).masked_fill_(~keep_mask, 0.0)
+    losses = gain * ratio
+    gradient.mul_(losses)
+    clipped = torch.zeros_like(keep_mask)
     if clip is not None:
         low, high, dual = clip
-        losses = torch.maximum(gradient, ratio.clamp_(low, high).mul_(gain))
+        unclipped, losses = losses, torch.maximum(losses, ratio.clamp_(low, high).mul_(gain), out=ratio)
         if dual is not None:
             losses = torch.where(gain > 0, torch.minimum(losses, gain * dual), losses)
-        clipped = losses != gradient
-        inside.logical_and_(clipped.logical_not())
-    gradient = gradient * inside
+        is_unclipped = unclipped.eq_(losses)
+        gradient.mul_(is_unclipped)
+        clipped = is_unclipped.bool().logical_not_()
     with torch.enable_grad():
         return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gradient), log_ratio=log_ratio, clipped=clipped)

@@ -27,12 +27,12 @@ def masked_log_ratio(logprobs: Tensor, *, sampled_logprobs: Tensor, mask: Tensor
     if mask.dtype != torch.bool:
         raise ShapeError(f"mask is {mask.dtype}, needs torch.bool")
     dtype = torch.promote_types(torch.promote_types(logprobs.dtype, sampled_logprobs.dtype), torch.float32)
-    return torch.where(mask, logprobs.to(dtype) - sampled_logprobs.detach().to(dtype), 0.0)
+    return (logprobs.to(dtype) - sampled_logprobs.detach().to(dtype)).masked_fill_(~mask, 0.0)
 
 
 def importance_ratio(log_ratio: Tensor, *, log_clamp: float = LOG_CLAMP) -> Tensor:
     """exp(clamp(ℓ, ±log_clamp)): finite for every finite or infinite ℓ, NaN for NaN. The gradient is 0 beyond the clamp."""
-    return log_ratio.clamp(-log_clamp, log_clamp).exp()
+    return log_ratio.clamp(-log_clamp, log_clamp).exp_()
 
 
 def kl_k1(log_ratio: Tensor) -> Tensor:

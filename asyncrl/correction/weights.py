@@ -55,9 +55,11 @@ def apply(batch: CorrectionBatch, correction: Correction) -> Weighed:
         keep_mask = keep_mask & stays
     counted = keep_mask if correction.denominator == "kept" else batch.loss_mask
     weights = _weights(ratio, batch=batch, correction=correction, keep_mask=keep_mask)
+    normalizer = None
     if correction.normalize is not None:
-        weights = weights / _mean_weight(weights, batch=batch, counted=counted, over=correction.normalize)
-    return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), ratio, level_log_ratio, rejected)
+        normalizer = _mean_weight(weights, batch=batch, counted=counted, over=correction.normalize)
+        weights = weights / normalizer
+    return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), ratio, level_log_ratio, rejected, normalizer)
 
 
 def _reduced(evidence: Evidence, correction: Correction) -> Tensor:
@@ -75,9 +77,8 @@ def _weights(ratio: Tensor, *, batch: CorrectionBatch, correction: Correction, k
     low, high = bound_at(correction.truncate_low, batch), bound_at(correction.truncate_high, batch)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         low, high = (None if bound is None else torch.as_tensor(bound, device=ratio.device).to(ratio.dtype) for bound in (low, high))
-    if low is not None or high is not None:
-        ratio = ratio.clamp(low, high)
-    return torch.where(keep_mask, ratio, 0.0)
+    bounded = ratio.clone() if low is None and high is None else ratio.clamp(low, high)
+    return bounded.masked_fill_(~keep_mask, 0.0)
 
 
 def _mean_weight(weights: Tensor, *, batch: CorrectionBatch, counted: Tensor, over: str) -> Tensor:
