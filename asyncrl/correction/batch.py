@@ -72,8 +72,9 @@ class CorrectionBatch:
         values, versions = (self.rollout_logprobs, self.proximal_logprobs, self.advantages), self.policy_versions
         # One sum is finite where all is well; which value is at fault, if any, is looked for only where it is not.
         total = (values[0] + values[1] + values[2]).masked_fill_(~self.loss_mask, 0.0).sum()
-        sampled_by = versions.masked_fill(~self.loss_mask, self.version)
-        if bool(torch.isfinite(total)) and torch.equal(sampled_by, sampled_by.clamp(0, self.version)):
+        sampled_by = versions.masked_fill(~self.loss_mask, 0)
+        newest = min(self.version, torch.iinfo(versions.dtype).max)
+        if bool(torch.isfinite(total)) and torch.equal(sampled_by, sampled_by.clamp(0, newest)):
             return
         for name, tensor in zip(("rollout_logprobs", "proximal_logprobs", "advantages"), values, strict=True):
             self._refuse(~torch.isfinite(tensor), NonFiniteError, f"{name} must be finite at every loss token", tensor)

@@ -56,3 +56,11 @@ def test_an_empty_sequence_does_not_shift_the_blame(packed: Make) -> None:
     batch = packed(cu_seqlens=torch.tensor([0, 4, 4, 9]), advantages=torch.tensor([0.0] * 5 + [NAN] + [0.0] * 3))
     with pytest.raises(NonFiniteError, match="index 5, which is token 1 of sequence 2"):
         batch.check()
+
+
+def test_versions_may_be_stored_in_fewer_bits_than_the_trainers_version_needs(packed: Make) -> None:
+    packed(policy_versions=packed().policy_versions.to(torch.int8), version=300).check()
+
+
+def test_large_finite_values_whose_sum_overflows_are_accepted(packed: Make) -> None:
+    packed(advantages=torch.full((9,), 3e38)).check()
