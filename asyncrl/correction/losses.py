@@ -1,6 +1,7 @@
 """Policy losses that have a curve of ours: decoupled PPO, PPO, REINFORCE. Per token; `aggregate` makes one number of them.
 
-Each reads the current logprobs and what is frozen. `catalog.py` has the others.
+Each reads the current logprobs and what is frozen. `sequence_losses.py` and `catalog.py` have the others, made of the same two forms:
+`clipped_surrogate` and `weighted_score`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def decoupled_ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2
 
     Raises ShapeError for unequal shapes, ConfigError for a clip range that holds no ratio of 1.
     """
-    return _clipped(logprobs, inputs=inputs, anchor=inputs.proximal_logprobs, weights=inputs.weights,
-                    clip=_clip_range(clip_low, clip_high, dual_clip))
+    return clipped_surrogate(logprobs, inputs=inputs, anchor=inputs.proximal_logprobs, weights=inputs.weights,
+                             clip=clip_range(clip_low, clip_high, dual_clip))
 
 
 def ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28,
@@ -48,7 +49,8 @@ def ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2, clip_hig
 
     Arguments and errors as in `decoupled_ppo`.
     """
-    return _clipped(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None, clip=_clip_range(clip_low, clip_high, dual_clip))
+    return clipped_surrogate(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None,
+                             clip=clip_range(clip_low, clip_high, dual_clip))
 
 
 def reinforce(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
@@ -59,10 +61,7 @@ def reinforce(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
     """
     inputs.require(logprobs)
     log_ratio = masked_log_ratio(logprobs.detach(), sampled_logprobs=inputs.proximal_logprobs, mask=inputs.keep_mask)
-    gain = torch.where(inputs.keep_mask, -(inputs.weights * inputs.advantages).to(log_ratio.dtype), 0.0)
-    losses = gain * torch.where(inputs.keep_mask, logprobs.detach().to(log_ratio.dtype), 0.0)
-    return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gain), log_ratio=log_ratio,
-                      clipped=torch.zeros_like(inputs.keep_mask))
+    return weighted_score(logprobs, inputs=inputs, factor=inputs.weights, log_ratio=log_ratio, clipped=torch.zeros_like(inputs.keep_mask))
 
 
 def importance_sampling(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
@@ -71,7 +70,7 @@ def importance_sampling(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
     Same gradient as `reinforce` under the raw ratio. Schulman et al. 2015 (1502.05477, equation 14); tinker's `importance_sampling`,
     which sums. Reads no weights. Departure: the exponent is clamped, beyond it the gradient is 0.
     """
-    return _clipped(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None, clip=None)
+    return clipped_surrogate(logprobs, inputs=inputs, anchor=inputs.rollout_logprobs, weights=None, clip=None)
 
 
 def entropy_bonus(entropy: Tensor, *, keep_mask: Tensor, coefficient: float) -> Tensor:
@@ -82,7 +81,8 @@ def entropy_bonus(entropy: Tensor, *, keep_mask: Tensor, coefficient: float) -> 
     return torch.where(keep_mask, -coefficient * torch.where(keep_mask, entropy, 0.0), 0.0)
 
 
-def _clip_range(clip_low: float, clip_high: float, dual_clip: float | None) -> tuple[float, float, float | None]:
+def clip_range(clip_low: float, clip_high: float, dual_clip: float | None = None) -> tuple[float, float, float | None]:
+    """(1 − clip_low, 1 + clip_high, dual_clip): ratios, for `clipped_surrogate`. Raises ConfigError for a range without 1."""
     if not 0.0 <= clip_low <= 1.0 or not 0.0 <= clip_high < math.inf:
         raise ConfigError("loss.clip_low, loss.clip_high", value=(clip_low, clip_high), allowed="clip_low in [0, 1], clip_high ≥ 0",
                           remedy="Both are distances from 1: ratios are clipped to [1 − clip_low, 1 + clip_high].")
@@ -93,11 +93,24 @@ def _clip_range(clip_low: float, clip_high: float, dual_clip: float | None) -> t
 
 
 @torch.no_grad()
-def _clipped(logprobs: Tensor, *, inputs: LossInputs, anchor: Tensor, weights: Tensor | None,
-             clip: tuple[float, float, float | None] | None) -> PolicyLoss:
-    """Every operation here is one pass over [T] numbers, so it works in place wherever a tensor is its own, and holds what is true as
-    1.0: torch compares and multiplies floats several times faster than it makes and reads booleans.
+def weighted_score(logprobs: Tensor, *, inputs: LossInputs, factor: Tensor, log_ratio: Tensor, clipped: Tensor) -> PolicyLoss:
+    """loss_t = −factor_t · A_t · logprobs_t: the score, weighed by `factor` [T], which carries no gradient. In the dtype of `log_ratio`."""
+    keep_mask, dtype = inputs.keep_mask, log_ratio.dtype
+    gain = torch.where(keep_mask, (factor * inputs.advantages).to(dtype), 0.0).neg_()
+    losses = gain * torch.where(keep_mask, logprobs.to(dtype), 0.0)
+    with torch.enable_grad():
+        return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gain), log_ratio=log_ratio, clipped=clipped)
+
+
+@torch.no_grad()
+def clipped_surrogate(logprobs: Tensor, *, inputs: LossInputs, anchor: Tensor, weights: Tensor | None,
+                      clip: tuple[float, float, float | None] | None) -> PolicyLoss:
+    """loss_t = w_t · max(−A_t · r_t, −A_t · clip(r_t, low, high)) with r = exp(clamp(current − anchor, ±20)), gradient through r.
+
+    `clip` holds ratios (low, high, dual clip) as `clip_range` gives them; None does not clip. `weights` None weighs all tokens 1.
     """
+    # Every operation here is one pass over [T] numbers, so it works in place wherever a tensor is its own, and holds what is true as
+    # 1.0: torch compares and multiplies floats several times faster than it makes and reads booleans.
     inputs.require(logprobs)
     keep_mask = inputs.keep_mask
     log_ratio = masked_log_ratio(logprobs, sampled_logprobs=anchor, mask=keep_mask)

@@ -63,7 +63,8 @@ class PolicyLoss:
     log_ratio: Tensor
     """[T] detached, current − anchor, not clamped; 0 where a token was dropped."""
     clipped: Tensor
-    """[T] bool, tokens held by the clip, or outside the loss's trust region: their gradient is 0."""
+    """[T] bool, tokens held by the clip, or outside the loss's trust region. Their gradient is 0, but for losses that cap a weight
+    and keep the gradient, which say so."""
 
 
 def with_gradient(logprobs: Tensor, *, losses: Tensor, gradient: Tensor) -> Tensor:
