@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("oracles_weights", "oracles_diagnostics", "oracles_advantages")
+PARTS = ("oracles_weights", "oracles_losses", "oracles_diagnostics", "oracles_advantages")
 """Modules of this folder; each has its kinds of cases in `CASES`, by name."""
 _ROOT = str(Path(__file__).parents[2])
 
