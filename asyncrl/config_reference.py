@@ -73,7 +73,7 @@ class _Page:
         if not members:
             return _type(field.annotation)
         link = f"[section](#{self._told.get(members, place).lower().replace('.', '')})"
-        return f"{link} by name" if get_origin(field.annotation) is dict else link
+        return {dict: f"{link} by name", tuple: f"list of such a {link}"}.get(get_origin(field.annotation), link)
 
 
 def _place(path: str, name: str, field: FieldInfo) -> str:

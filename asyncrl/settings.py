@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
@@ -22,23 +23,35 @@ Workers = Annotated[int, Field(ge=1, le=1024)]
 """Processes or threads of one part on one machine."""
 
 
-class _Tagged:
+def from_kind(value: Any) -> Any:
+    """`{kind: token_tis}` for `"token_tis"`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
     """Makes a union of sections one that `kind` chooses from; a kind whose other settings all have defaults may stand alone."""
+
+    read: Callable[[Any], Any] = from_kind
+    """Makes a section of what may stand for one."""
+    names: Callable[[], tuple[str, ...]] = tuple
+    """What else may stand alone than a kind, for those who complete what is typed."""
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         chosen = handler.generate_schema(Annotated[union, Field(discriminator="kind")])
-        return core_schema.no_info_before_validator_function(from_kind, chosen)
+        return core_schema.no_info_before_validator_function(self.read, chosen)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         union = handler(schema)
         kinds = {kind: handler.resolve_ref_schema({"$ref": place}) for kind, place in union["discriminator"]["mapping"].items()}
         alone = [kind for kind, section in kinds.items() if set(section.get("required", ())) <= {"kind"}]
+        alone += [name for name in self.names() if name not in alone]
         for section in kinds.values():
             section["required"] = sorted({*section.get("required", ()), "kind"})
         return {"anyOf": [{"enum": alone}, union]} if alone else union
 
 
-TAGGED = _Tagged()
+TAGGED = Tagged()
 """`Annotated[ThisConfig | ThatConfig, TAGGED]`"""
 
 
@@ -70,11 +83,6 @@ def validated(model: type[S], tree: Any, *, name: str = "") -> S:
         return model.model_validate(tree)
     except ValidationError as error:
         raise explain(error, model, name=name) from error
-
-
-def from_kind(value: Any) -> Any:
-    """`"token_tis"` for `{kind: token_tis}`."""
-    return {"kind": value} if isinstance(value, str) else value
 
 
 def refuse_unread(section: Section, names: Iterable[str], *, where: str, beside: str, value: object) -> None:
@@ -169,6 +177,9 @@ def _require_64_bits(node: Any, *, field: str) -> None:
     if isinstance(node, Mapping):
         for key, value in node.items():
             _require_64_bits(value, field=_dotted(field, str(key)))
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            _require_64_bits(value, field=_dotted(field, str(index)))
     elif isinstance(node, int) and not -2**63 <= node < 2**63:
         raise ConfigError(field, value=node, allowed="an integer of 64 bits", remedy="Choose a smaller one.")
 

@@ -11,7 +11,10 @@ import pytest
 
 from asyncrl import yaml_text
 from asyncrl.config import RunConfig, dump_config, load_config, parse_config
+from asyncrl.correction import presets
 from asyncrl.errors import ConfigError
+from asyncrl.settings import kinds_of, members_of
+from asyncrl.train.loss_config import LossConfig
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
@@ -143,8 +146,9 @@ def test_a_value_out_of_range_is_refused_at_load(changes, field):
 @pytest.mark.parametrize(("changes", "field", "allowed"), [
     ({"engine": {"kind": "vlm"}}, "engine.kind", "one of ['inline', 'transformers', 'vllm']"),
     ({"engine": {"threads": 1}}, "engine.kind", "one of ['inline', 'transformers', 'vllm']"),
-    ({"loss": "pppo"}, "loss.kind", "one of ['decoupled_ppo', 'ppo']"),
-    ({"correction": "tis"}, "correction.kind", "one of ['none', 'token_tis', 'icepop']"),
+    ({"loss": "pppo"}, "loss.kind", f"one of {[kinds_of(section)[0] for section in members_of(LossConfig)]}"),
+    ({"correction": "tis"}, "correction.kind",
+     f"one of ['none', 'token_tis', 'icepop', 'preset', 'custom'], or a preset: {list(presets())}"),
     ({"trainer__schedule": {"kind": "lineer"}}, "trainer.schedule.kind", "one of ['constant', 'linear', 'cosine']"),
     ({"model": {"kind": "hub"}}, "model.kind", "one of ['folder', 'function']"),
     ({"buffer__policy": {"kind": "drop"}}, "buffer.policy.kind", "one of ['lease', 'soft', 'fixed_lag']")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -13,9 +12,11 @@ import pytest
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
+from tests import algorithm_flips
 from tests import config_observers as see
 from tests import data_observers as see_data
 from tests import eval_observers as see_eval
+from tests.config_flips import Flip, flip
 from tests.config_observers import Observer, Scene
 from tests.rollout.model_rig import PublishedModel, publish_model
 
@@ -49,8 +50,7 @@ SECTIONS: dict[str, Any] = {
     "prompts.mixture.sources.jsonl": {OWN: JSONL_DATA, "two": FUNCTION_DATA},
     "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"], "engine.vllm": {"kind": "vllm"},
     "buffer.policy.lease": {"kind": "lease"}, "buffer.policy.fixed_lag": {"kind": "fixed_lag", "lag_steps": 0},
-    "correction.token_tis": {"kind": "token_tis"}, "correction.icepop": {"kind": "icepop"},
-    "loss.decoupled_ppo": {"kind": "decoupled_ppo"}, "loss.ppo": {"kind": "ppo"},
+    **algorithm_flips.SECTIONS,
     "trainer.schedule.constant": {"kind": "constant"},
     "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
     "eval.sets": {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}, "every_steps": 2},
@@ -68,20 +68,6 @@ SECTIONS |= {f"advantages.{kind}": {"kind": kind} for kind in SHAPED} | {
 """The section each kind is tried in."""
 
 
-@dataclass(frozen=True)
-class Flip:
-    """Another value of one field, where to look for the difference, and what else must be set, before and after."""
-
-    value: Any
-    observe: Observer
-    around: tuple[tuple[str, Any], ...] = ()
-
-
-def flip(value: Any, observe: Observer, **around: Any) -> Flip:
-    return Flip(value, observe, tuple((path.replace("__", "."), other) for path, other in around.items()))
-
-
-NO_CORRECTION = {"correction": "none"}
 WARM = {"model": MADE_MODEL}
 DRAIN = {"weights__interruption": "drain"}
 VLLM = {"engine": {"kind": "vllm"}}
@@ -150,14 +136,7 @@ FLIPS: dict[str, Flip] = {
     **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained, sampling__max_new_tokens=9) for kind in SHAPED for name, value in {
         "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
         "soft.weight": 0.5}.items()},
-    "correction.kind": flip("icepop", see.trained),
-    "correction.token_tis.truncate_high": flip(1.05, see.trained),
-    "correction.icepop.mask_low": flip(0.95, see.trained), "correction.icepop.mask_high": flip(1.05, see.trained),
-    "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),
-    **{f"loss.{kind}.{name}": flip(value, see.trained, **NO_CORRECTION) for kind in ("decoupled_ppo", "ppo")
-       for name, value in {"clip_low": 0.01, "clip_high": 0.01, "aggregation": "token_sum"}.items()},
-    **{f"loss.{kind}.max_tokens": flip(16, see.trained, **NO_CORRECTION, loss={"kind": kind, "aggregation": "dr_grpo", "max_tokens": 8})
-       for kind in ("decoupled_ppo", "ppo")},
+    **algorithm_flips.FLIPS,
     "trainer.processes": flip(2, see.supervised_ranks), "trainer.threads": flip(2, see.trained),
     "trainer.learning_rate": flip(1e-3, see.trained), "trainer.schedule.kind": flip({"kind": "cosine", "total_steps": 3}, see.trained),
     "trainer.schedule.constant.warm_up_steps": flip(2, see.trained),
@@ -193,6 +172,7 @@ FLIPS: dict[str, Flip] = {
     "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}
 
 ENDS_IN_AN_ERROR = {
+    "correction.preset.loss",
     *(f"sampling.{name}" for name in ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", "presence_penalty",
                                       "frequency_penalty")),
     "model.function.function", *(f"warm_up.cross_entropy.{name}" for name in ("examples", "held_out", "arguments"))}
@@ -215,7 +195,8 @@ def fields_of(model: Any, *, path: str = "", place: str = "", kinds: Kinds = ())
         for member in members:
             kind = f"{path}{name}.{kinds_of(member)[0]}" if len(members) > 1 else f"{path}{name}"
             under = (*kinds, (kind, f"{place}{name}")) if len(members) > 1 else kinds
-            inside = f"{place}{name}.{OWN}." if get_origin(info.annotation) is dict else f"{place}{name}."
+            item = {dict: f"{OWN}.", tuple: "0."}.get(get_origin(info.annotation), "")
+            inside = f"{place}{name}.{item}"
             yield from fields_of(member, path=f"{kind}.", place=inside, kinds=under)
 
 
@@ -230,9 +211,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> PublishedModel:
     return publish_model(tmp_path_factory.mktemp("published"))
 
 
-def put(tree: dict[str, Any], place: str, value: Any) -> None:
-    *parents, leaf = place.split(".")
+def put(tree: Any, place: str, value: Any) -> None:
+    *parents, leaf = (int(name) if name.isdigit() else name for name in place.split("."))
     for name in parents:
+        if isinstance(tree, list):
+            tree = tree[name]
+            continue
         if isinstance(tree.get(name), str):
             tree[name] = {"kind": tree[name]}
         tree = tree.setdefault(name, {})

@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"betas": (0.9, 0.95)}, "trainer.learning_rate", "Set it.$"),
     ({"learning_rate": 0, "processes": -1}, "trainer.processes", "Change it. Settings to mend beside it: 1.$"),
     ({"learning_rate": 1e-3, "loss": 3}, "loss", "a section: its settings by name"),
-    ({"learning_rate": 1e-3, "loss": lambda ratio: ratio}, "loss.kind", r"one of \['decoupled_ppo', 'ppo'\]"),
+    ({"learning_rate": 1e-3, "loss": lambda ratio: ratio}, "loss.kind", r"one of \['decoupled_ppo', 'ppo', "),
     ({"learning_rate": 1e-3, "loss": "pppo"}, "loss.kind", "Did you mean 'ppo'?"),
     ({"learning_rate": 1e-3, "loss": {"kind": "ppo", "clip_hgh": 1}}, "loss.clip_hgh", "Did you mean 'clip_high'?"),
     ({"learning_rate": 1e-3, "advantages": print}, "advantages.kind", r"one of \['grpo', 'dr_grpo', 'rloo', 'maxrl', 'opo'"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from asyncrl import settings
+from asyncrl.correction.presets import Preset
 from asyncrl.correction.spec import Correction
 from asyncrl.errors import ConfigError
 from asyncrl.settings import TAGGED, Seconds, Section, Workers, refuse_unread
+from asyncrl.train.correction_config import CorrectionConfig, NamedCorrection
+from asyncrl.train.loss_config import DecoupledPPO, LossConfig
 
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 """Of AdamW, whose update of a weight is about this large: above 1 nothing of the model would be left after a step."""
@@ -154,79 +157,6 @@ class ReinforcePlusPlusBaseline(_Shaped):
 AdvantagesConfig = Annotated[GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlus | ReinforcePlusPlusBaseline, TAGGED]
 
 
-class NoCorrection(Section):
-    """Weight 1 on every token, chosen knowingly."""
-
-    kind: Literal["none"]
-
-    def build(self) -> Correction:
-        """What `correct` takes."""
-        return Correction(level="none")
-
-
-class TokenTIS(Section):
-    """w = min(ratio, truncate_high): truncated importance sampling."""
-
-    kind: Literal["token_tis"]
-    truncate_high: float = Field(default=2.0, gt=0)
-    """A larger ratio counts as this; 2 as in verl and ms-swift."""
-
-    def build(self) -> Correction:
-        """What `correct` takes."""
-        return Correction(truncate_high=self.truncate_high)
-
-
-class IcePop(Section):
-    """Tokens whose ratio leaves [mask_low, mask_high] lose their gradient. 2510.18855."""
-
-    kind: Literal["icepop"]
-    mask_low: float = Field(default=0.5, gt=0)
-    """A ratio, below `mask_high`; 0.5 and 5 are verl's range."""
-    mask_high: float = Field(default=5.0, gt=0)
-    """A ratio."""
-
-    def build(self) -> Correction:
-        """What `correct` takes."""
-        return Correction(mask_low=self.mask_low, mask_high=self.mask_high)
-
-
-CorrectionConfig = Annotated[NoCorrection | TokenTIS | IcePop, TAGGED]
-
-
-class _Clipped(Section):
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio has no gradient below 1 − this where the advantage is negative. 1707.06347."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """Nor above 1 + this where it is positive. Clip-higher, DAPO 2503.14476."""
-    aggregation: Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
-    """How token losses become one number; denominators are counted over all ranks, before correction."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """The constant length of `dr_grpo`, and of nothing else."""
-
-    @model_validator(mode="after")
-    def _constant_length_belongs_to_dr_grpo(self) -> _Clipped:
-        if (self.aggregation == "dr_grpo") != (self.max_tokens is not None):
-            raise ConfigError("loss.aggregation, loss.max_tokens", value=(self.aggregation, self.max_tokens),
-                              allowed="max_tokens with aggregation dr_grpo, and only there",
-                              remedy="Set loss.max_tokens to the token budget of a completion, or choose another aggregation.")
-        return self
-
-
-class DecoupledPPO(_Clipped):
-    """The clip is around the proximal policy, importance weights account for the policy that sampled. 2505.24298."""
-
-    kind: Literal["decoupled_ppo"]
-
-
-class PPO(_Clipped):
-    """The clip is around the policy that sampled. 1707.06347. Takes no importance weights."""
-
-    kind: Literal["ppo"]
-
-
-LossConfig = Annotated[DecoupledPPO | PPO, TAGGED]
-
-
 class TrainerConfig(Section):
     """Processes, optimizer and limits of the trainer."""
 
@@ -307,21 +237,48 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ppo_takes_no_weights(self) -> TrainConfig:
-        if self.loss.kind == "ppo" and self.correction is not None and self.correction.kind != "none":
+    def _weights_are_for_a_loss_that_reads_them(self) -> TrainConfig:
+        correction = self.build_correction()
+        if self.loss.anchor == "rollout" and (correction.level != "none" or correction.proximal == "log_linear"):
+            assert self.correction is not None
             raise ConfigError("loss.kind, correction.kind", value=(self.loss.kind, self.correction.kind),
-                              allowed="correction none with ppo",
-                              remedy="PPO's ratio already is against the policy that sampled; use decoupled_ppo to correct.")
+                              allowed=f"with {self.loss.kind} the correction none, or a custom one of level none: it drops, it weighs not",
+                              remedy="The ratio of this loss already is against the policy that sampled; decoupled_ppo takes weights.")
+        return self
+
+    @model_validator(mode="after")
+    def _a_preset_has_its_loss(self) -> TrainConfig:
+        if isinstance(self.correction, NamedCorrection) and self.correction.loss == "of_preset":
+            require_loss_of(self.correction.build(), loss=self.loss)
         return self
 
     def build_correction(self) -> Correction:
         """What `correct` takes; without a choice, weight 1 everywhere."""
         return Correction(level="none") if self.correction is None else self.correction.build()
 
+    @property
+    def has_proximal_pass(self) -> bool:
+        """Whether a step begins with a forward over the batch. It is left out where it cannot differ from the forward that trains, with
+        one update a step and a correction that needs one token at a time, and where the proximal logprobs are guessed."""
+        correction = self.build_correction()
+        return correction.proximal == "recompute" and not (self.trainer.updates_per_step == 1 and correction.is_token_local)
+
 
 def validated(tree: dict[str, Any]) -> TrainConfig:
     """The configuration a plain tree describes. Raises ConfigError with the field and, for an unknown one, its nearest neighbour."""
     return settings.validated(TrainConfig, tree)
+
+
+def require_loss_of(preset: Preset, *, loss: LossConfig) -> None:
+    """Raise ConfigError unless this is the loss that the preset's origin has: its kind, its settings, its aggregation."""
+    wanted = {"kind": preset.loss, **dict(preset.loss_settings), "aggregation": preset.aggregation}
+    whole = TypeAdapter(LossConfig).validate_python(wanted | {"max_tokens": loss.max_tokens if preset.aggregation == "dr_grpo" else None})
+    for field in type(whole).model_fields:
+        if getattr(loss, field, None) != getattr(whole, field):
+            text = ", ".join(f"{key}: {value}" for key, value in wanted.items())
+            raise ConfigError(f"correction, loss.{field}", value=(preset.name, getattr(loss, field, None)),
+                              allowed=f"with this preset the loss of its origin, {{{text}}}",
+                              remedy=f"Write it so; or take the correction alone, {{kind: preset, name: {preset.name}, loss: any}}.")
 
 
 def _warm_up(step: int, warm_up_steps: int) -> float:

@@ -2,9 +2,8 @@
 
     proximal logprobs [T] ──▶ correct(), once, frozen ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update
 
-The proximal pass is left out where it cannot differ from the forward that trains: with a single update a step and a correction
-that needs one token at a time. Every rank maps the whole batch, so denominators and advantages need no communication; the
-[T] numbers that do are summed once, each token being computed by one rank.
+`TrainConfig.has_proximal_pass` says where the first of these is left out. Every rank maps the whole batch, so denominators and
+advantages need no communication; the [T] numbers that do are summed once, each token being computed by one rank.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from torch import Tensor
 from asyncrl.correction.aggregate import Denominators, aggregate, count
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
-from asyncrl.correction.losses import decoupled_ppo, ppo
-from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
-from asyncrl.correction.weights import correct, weigh
+from asyncrl.correction.weights import correct
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
 from asyncrl.train.advantages import shaping_metrics, token_advantages
@@ -33,6 +30,7 @@ from asyncrl.train.model import ForwardInputs, Policy
 from asyncrl.train.optim import Optimizer, Update
 from asyncrl.train.packing import plan
 from asyncrl.train.parallel import Ranks
+from asyncrl.train.policy_update import ROWS, Frozen, at_update, backward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +91,13 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     tokens.check()
     correction = trainee.config.build_correction()
     minibatches = minibatches_of(trainee, batch)
-    corrected = None
-    if not (trainee.config.trainer.updates_per_step == 1 and correction.is_token_local):
+    corrected = correct(tokens, correction) if correction.proximal == "log_linear" else None
+    if trainee.config.has_proximal_pass:
         tokens = dataclasses.replace(tokens, proximal_logprobs=_proximal(trainee, minibatches, like=tokens.rollout_logprobs))
         if not bool(torch.isfinite(tokens.proximal_logprobs).all()):
             return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
         corrected = correct(tokens, correction)
+        minibatches = tuple(_counting(minibatch, corrected, tokens=tokens) for minibatch in minibatches)
     traces = _updates(trainee, minibatches, tokens=tokens, corrected=corrected)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
@@ -108,7 +107,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     if not nonfinite:
         metrics.merge(corrected.metrics)
         metrics.merge(shaping_metrics(trainee.config.advantages, batch))
-        _record(metrics, traces, tokens=tokens, config=trainee.config)
+        _record(metrics, traces, tokens=tokens, corrected=corrected, config=trainee.config)
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
@@ -170,55 +169,25 @@ def _proximal(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, like: Ten
 
 
 def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, corrected: Corrected | None) -> Traces:
-    rows = tokens.rollout_logprobs.new_zeros(5, len(tokens.loss_mask))
-    updates = []
+    rows = tokens.rollout_logprobs.new_zeros(ROWS, len(tokens.loss_mask))
+    updates: list[Update] = []
     trainee.policy.zero_grad()  # what a step that failed half-way may have left
     for _ in range(trainee.config.trainer.epochs):
         for minibatch in minibatches:
+            then = at_update(len(updates), corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
+            frozen = Frozen(tokens, then, minibatch.denominators)
             for inputs in minibatch.inputs:
-                rows[:, inputs.places] = _backward(trainee, inputs, tokens=tokens, corrected=corrected,
-                                                   denominators=minibatch.denominators)
+                logprobs, entropy = trainee.policy(inputs)
+                rows[:, inputs.places] = backward(logprobs, entropy=entropy, inputs=inputs, frozen=frozen, config=trainee.config,
+                                                  world_size=trainee.ranks.world_size)
             updates.append(trainee.optimizer.update(version=tokens.version))
     return Traces(*trainee.ranks.sum(rows), updates=updates)
 
 
-def _backward(trainee: Trainee, inputs: ForwardInputs, *, tokens: CorrectionBatch, corrected: Corrected | None,
-              denominators: Denominators) -> Tensor:
-    """Add a micro-batch's gradient; [5, P] rows of `Traces`, detached."""
-    logprobs, entropy = trainee.policy(inputs)
-    loss = _policy_loss(trainee.config, logprobs, places=inputs.places, cu_targets=inputs.cu_targets, tokens=tokens, corrected=corrected)
-    settings = trainee.config.loss
-    total = aggregate(loss.losses, loss_mask=torch.ones_like(loss.clipped), cu_seqlens=inputs.cu_targets, denominators=denominators,
-                      mode=settings.aggregation, max_tokens=settings.max_tokens)
-    # FSDP2 averages gradients over ranks; the denominators already are those of all ranks. The clamp of the ratio has gradient 0
-    # at a logprob that is not finite: it must reach the guard all the same.
-    factor = torch.where(torch.isfinite(logprobs.detach()).all(), float(trainee.ranks.world_size), torch.nan)
-    (total * factor).backward()
-    return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
-
-
-def _policy_loss(config: TrainConfig, logprobs: Tensor, *, places: Tensor, cu_targets: Tensor, tokens: CorrectionBatch,
-                 corrected: Corrected | None) -> PolicyLoss:
-    """Losses of the [P] predictions at `places`. Without a frozen correction the current logprobs, detached, are the proximal ones."""
-    settings = config.loss
-    share = _loss_inputs(config, logprobs, places=places, tokens=tokens, corrected=corrected, cu_seqlens=cu_targets)
-    return {"ppo": ppo, "decoupled_ppo": decoupled_ppo}[settings.kind](logprobs, inputs=share, clip_low=settings.clip_low,
-                                                                      clip_high=settings.clip_high)
-
-
-def _loss_inputs(config: TrainConfig, logprobs: Tensor, *, places: Tensor, tokens: CorrectionBatch, corrected: Corrected | None,
-                 cu_seqlens: Tensor) -> LossInputs:
-    advantages, rollout_logprobs = tokens.advantages[places], tokens.rollout_logprobs[places]
-    if corrected is not None:
-        return LossInputs(rollout_logprobs=rollout_logprobs, proximal_logprobs=tokens.proximal_logprobs[places], advantages=advantages,
-                          weights=corrected.weights[places], keep_mask=corrected.keep_mask[places], counted=corrected.counted[places],
-                          cu_seqlens=cu_seqlens)
-    one_row = torch.tensor([0, len(places)], device=places.device)
-    batch = CorrectionBatch(
-        rollout_logprobs=rollout_logprobs, proximal_logprobs=logprobs.detach(), advantages=advantages,
-        loss_mask=torch.ones_like(places, dtype=torch.bool), turn_ids=tokens.turn_ids[places],
-        policy_versions=tokens.policy_versions[places], cu_seqlens=one_row, group_ids=torch.zeros_like(one_row[:1]), version=tokens.version)
-    return LossInputs.of(batch, weigh(batch, config.build_correction()))
+def _counting(minibatch: Minibatch, corrected: Corrected, *, tokens: CorrectionBatch) -> Minibatch:
+    """With the denominators that the correction leaves."""
+    counted = minibatch.loss_mask & corrected.counted
+    return dataclasses.replace(minibatch, denominators=count(counted, cu_seqlens=tokens.cu_seqlens))
 
 
 def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *, corrected: Corrected | None) -> int:
@@ -232,11 +201,14 @@ def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *
     return int((corrected.keep_mask & reached).sum())
 
 
-def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, config: TrainConfig) -> None:
-    mask = tokens.loss_mask
-    loss = aggregate(traces.losses, loss_mask=mask, cu_seqlens=tokens.cu_seqlens, mode=config.loss.aggregation,
-                     denominators=count(mask, cu_seqlens=tokens.cu_seqlens), max_tokens=config.loss.max_tokens)
+def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, corrected: Corrected, config: TrainConfig) -> None:
+    mask, counted, clipped = tokens.loss_mask, corrected.counted, traces.clipped.bool()
+    loss = aggregate(traces.losses, loss_mask=counted, cu_seqlens=tokens.cu_seqlens, mode=config.loss.aggregation,
+                     denominators=count(counted, cu_seqlens=tokens.cu_seqlens), max_tokens=config.loss.max_tokens)
     metrics.mean("train/loss/mean", float(loss), count=1)
     metrics.mean("train/entropy/mean", float(traces.entropy[mask].double().sum()), count=int(mask.sum()))
-    metrics.merge(diagnose_update(traces.log_ratio, clipped=traces.clipped.bool(), loss_mask=mask))
     metrics.last("train/grad_norm/last", traces.updates[-1].grad_norm)
+    if corrected.alpha is None:
+        metrics.merge(diagnose_update(traces.log_ratio, clipped=clipped, loss_mask=mask))
+    else:  # how far a guess is away from its own ingredients says nothing
+        metrics.mean("correction/clipped/frac", float(clipped[mask].sum()), count=int(mask.sum()))

@@ -29,7 +29,8 @@ from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
 from asyncrl.train.batch import offsets, pack
 from asyncrl.train.checkpoint_store import checkpoint_folder
-from asyncrl.train.config import CorrectionConfig, validated
+from asyncrl.train.config import validated
+from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.history import History, Saving, restore_request
 from asyncrl.train.publication import Publication
 from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup

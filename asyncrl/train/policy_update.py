@@ -1,0 +1,99 @@
+"""The gradient of one micro-batch: its current logprobs against what the correction froze.
+
+Where the proximal logprobs come from decides what is frozen:
+
+    computed by a pass before the step   weights and masks of the whole batch, `Corrected`
+    those of this very forward           nothing: a token-local correction weighs the micro-batch by its own, detached
+    guessed between the two, log-linear  how far between, `Corrected.alpha`; another at every update
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.correction import losses
+from asyncrl.correction.aggregate import Denominators, aggregate
+from asyncrl.correction.batch import Corrected, CorrectionBatch
+from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
+from asyncrl.correction.proximal import log_linear, log_linear_alpha
+from asyncrl.correction.spec import Correction
+from asyncrl.correction.weights import weigh
+from asyncrl.train.config import TrainConfig
+from asyncrl.train.model import ForwardInputs
+
+ROWS = 5
+"""Numbers a token leaves behind: logprob, entropy, loss, log-ratio, whether it was clipped."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frozen:
+    """What the losses of one update read beside the current logprobs."""
+
+    tokens: CorrectionBatch
+    corrected: Corrected | None
+    """None: the proximal logprobs are those of the forward that trains."""
+    denominators: Denominators
+    """Of the update, over all ranks."""
+
+
+def at_update(number: int, *, corrected: Corrected | None, tokens: CorrectionBatch, updates: int) -> Corrected | None:
+    """What update 0, 1, … of a step has of the correction. Log-linear proximal logprobs need no guess in the first: the weights are still
+    those the step starts from, so their logprobs are the proximal ones."""
+    if corrected is None or corrected.alpha is None:
+        return corrected
+    if number == 0:
+        return None
+    alpha = log_linear_alpha(tokens.policy_versions, proximal_version=tokens.version, current_version=tokens.version + number / updates)
+    return dataclasses.replace(corrected, alpha=alpha)
+
+
+def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen: Frozen, config: TrainConfig, world_size: int) -> Tensor:
+    """Add the gradient of a micro-batch of P predictions; [ROWS, P] of what they were, detached.
+
+    Args:
+        logprobs: [P] with gradient.
+        entropy: [P]
+        inputs: of the forward they come from.
+        frozen: of the whole batch.
+        world_size: FSDP2 averages gradients over so many ranks; the denominators already are those of all ranks.
+    """
+    share = _loss_inputs(config.build_correction(), logprobs.detach(), inputs=inputs, frozen=frozen)
+    settings = config.loss
+    loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments)
+    total = aggregate(loss.losses, loss_mask=share.counted, cu_seqlens=inputs.cu_targets, denominators=frozen.denominators,
+                      mode=settings.aggregation, max_tokens=settings.max_tokens)
+    # The clamp of the ratio has gradient 0 at a logprob that is not finite: it must reach the guard all the same.
+    factor = torch.where(torch.isfinite(logprobs.detach()).all(), float(world_size), torch.nan)
+    (total * factor).backward()
+    return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
+
+
+_FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
+    "decoupled_ppo": losses.decoupled_ppo, "ppo": losses.ppo, "reinforce": losses.reinforce,
+    "importance_sampling": losses.importance_sampling}
+"""By `loss.kind`; a section's own settings are the arguments."""
+
+
+def _loss_inputs(correction: Correction, logprobs: Tensor, *, inputs: ForwardInputs, frozen: Frozen) -> LossInputs:
+    """Those of the [P] predictions, whose current logprobs are detached."""
+    tokens, corrected, places = frozen.tokens, frozen.corrected, inputs.places
+    rollout_logprobs, everywhere = tokens.rollout_logprobs[places], torch.ones_like(places, dtype=torch.bool)
+    if corrected is None:
+        batch = CorrectionBatch(
+            rollout_logprobs=rollout_logprobs, proximal_logprobs=logprobs, advantages=tokens.advantages[places], loss_mask=everywhere,
+            turn_ids=tokens.turn_ids[places], policy_versions=tokens.policy_versions[places], cu_seqlens=inputs.cu_targets,
+            group_ids=torch.zeros_like(inputs.cu_targets[1:]), version=tokens.version)
+        return LossInputs.of(batch, weigh(batch, dataclasses.replace(correction, proximal="recompute")))
+    proximal_logprobs, weights = tokens.proximal_logprobs[places], corrected.weights[places]
+    if corrected.alpha is not None:
+        guess = log_linear(logprobs, rollout_logprobs=rollout_logprobs, alpha=corrected.alpha[places], loss_mask=everywhere,
+                           correction=correction)
+        proximal_logprobs, weights = guess.logprobs, guess.weights
+    return LossInputs(rollout_logprobs=rollout_logprobs, proximal_logprobs=proximal_logprobs, advantages=tokens.advantages[places],
+                      weights=weights, keep_mask=corrected.keep_mask[places], counted=corrected.counted[places],
+                      cu_seqlens=inputs.cu_targets)
