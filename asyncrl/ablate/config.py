@@ -133,6 +133,9 @@ class Ablation(Section):
                     raise ConfigError(f"axes.{origins[key]}, axes.{name}", value=key, allowed="a key in one axis",
                                       remedy="Points of both would set it; make one axis of them.")
                 origins[key] = name
+        if both := [key for key in self.seed_keys if key in origins]:
+            raise ConfigError(f"axes.{origins[both[0]]}, seed_keys", value=both[0], allowed="a key in one of the two",
+                              remedy="Take it out of seed_keys, or out of the axis.")
         quick = self.quick.settings if self.quick else {}
         places = {"settings": self.settings, "quick.settings": quick, "seed_keys": self.seed_keys, "axes": origins}
         for place, keys in places.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.ablate.config import Ablation
 from asyncrl.ablate.grid import Point, points_of
 from asyncrl.ablate.report import Ended, outcomes_of
-from asyncrl.ablate.statistics import Estimate
+from asyncrl.ablate.statistics import Estimate, Outcomes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,10 +28,8 @@ def draw(folder: Path, ablation: Ablation, ended: Ended) -> list[Path]:
     pictures = [_draw_curves(folder / CURVES, ablation, ended)]
     outcomes = outcomes_of(ablation, ended)
     for report in ablation.report:
-        estimates = {tuple(point.values()): estimate for point in points_of(ablation)
-                     if (estimate := outcomes.estimate(point, report)) is not None}
-        if estimates:
-            pictures.append(_draw_report(folder / f"{_slug(report)}.png", ablation, report=report, estimates=estimates))
+        if any(outcomes.estimate(point, report) for point in points_of(ablation)):
+            pictures.append(_draw_report(folder / f"{_slug(report)}.png", ablation, outcomes, report=report))
     return pictures
 
 
@@ -72,26 +70,28 @@ def _draw_curve(panel: Axes, runs: Sequence[Mapping[int, float]], *, number: int
         panel.fill_between(steps, *bounds, color=f"C{number}", alpha=0.18, linewidth=0)
 
 
-def _draw_report(path: Path, ablation: Ablation, *, report: str, estimates: Mapping[tuple[str, ...], Estimate]) -> Path:
+def _draw_report(path: Path, ablation: Ablation, outcomes: Outcomes, *, report: str) -> Path:
     """The points of the axis `over` at equal distances, a line for each combination of the others, bars of one standard error."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     labels, lines = ablation.labels(ablation.across), _lines(ablation)
+    shown: list[float] = []
     for number, line in enumerate(lines):
-        found = [(place, estimates[key]) for place, label in enumerate(labels)
-                 if (key := tuple({axis: (line | {ablation.across: label})[axis] for axis in ablation.axes}.values())) in estimates]
+        found = [(place, estimate) for place, label in enumerate(labels)
+                 if (estimate := outcomes.estimate({**line, ablation.across: label}, report)) is not None]
+        shown += [estimate.mean for _, estimate in found]
         offset = 0.06 * (number - (len(lines) - 1) / 2)  # bars beside one another stay readable
         axes.errorbar([place + offset for place, _ in found], [one.mean for _, one in found],
                       yerr=[one.standard_error or 0.0 for _, one in found], color=f"C{number}", marker=_MARKERS[number % len(_MARKERS)],
                       markersize=5, capsize=3, linewidth=1.4, label=_name(line) or None)
     axes.set_xticks(range(len(labels)), labels)
-    metric = ablation.report[report]
-    steps = f", last {metric.last_steps} steps" if metric.last_steps else ""
-    axes.set(xlabel=ablation.across, ylabel=f"{report}: {metric.metric}\n{metric.stat}{steps}",
-             title=f"{ablation.recipe}, {ablation.steps} steps, {len(ablation.seeds)} seed(s), ± s.e.")
-    if _spans_decades([one.mean for one in estimates.values()]):
+    asked = ablation.report[report]
+    steps = f", last {asked.last_steps} steps" if asked.last_steps else ""
+    axes.set(xlabel=ablation.across, ylabel=f"{asked.metric}\n{asked.stat}{steps}",
+             title=f"{report}: {ablation.recipe}, {ablation.steps} steps, seeds {len(ablation.seeds)}, ± s.e.")
+    if _spans_decades(shown):
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
     if any(map(_name, lines)):

@@ -73,11 +73,10 @@ def write_table(path: Path, ablation: Ablation, ended: Ended, *, name: str) -> N
 def _differences(ablation: Ablation, outcomes: Outcomes, *, axis: str) -> list[str]:
     """Of the leading number, of this axis's points to its reference."""
     leading, reference = next(iter(ablation.report)), ablation.reference_of(axis)
-    found = {tuple(one.point.values()): one.estimate for one in outcomes.differences(leading, axis=axis)}
-    if not found:
+    if not outcomes.differences(leading, axis=axis):
         return []
     return [f"## {leading}: difference to {axis} {reference}", "",
-            *_grid(ablation, lambda point: found.get(tuple(point.values())), without=(axis, reference)), ""]
+            *_grid(ablation, functools.partial(outcomes.difference, report=leading, axis=axis), without=(axis, reference)), ""]
 
 
 def _grid(ablation: Ablation, cell: Callable[[Point], Estimate | None], *, without: tuple[str, str] | None = None) -> list[str]:
@@ -89,13 +88,9 @@ def _grid(ablation: Ablation, cell: Callable[[Point], Estimate | None], *, witho
     rows = [_row(head), _row(["---"] * len(head))]
     for point in points_of(ablation, among=others):
         if without not in point.items():
-            cells = (cell(_ordered(ablation, {**point, across: label})) for label in columns)
+            cells = (cell({**point, across: label}) for label in columns)
             rows.append(_row([*point.values(), *(_shown(estimate, most=most) for estimate in cells)]))
     return rows
-
-
-def _ordered(ablation: Ablation, point: Point) -> Point:
-    return {axis: point[axis] for axis in ablation.axes}
 
 
 def _shown(estimate: Estimate | None, *, most: int) -> str:

@@ -45,39 +45,36 @@ class Difference:
     """Of point − reference, in the number's own unit, over the seeds both have."""
 
 
-Values = Mapping[int, float]
-"""By seed."""
-
-
 class Outcomes:
     """The numbers of all runs that have ended well, by point and seed."""
 
     def __init__(self, ablation: Ablation) -> None:
         self._ablation = ablation
-        self._values: dict[tuple[str, ...], dict[str, dict[int, float]]] = {}
+        self._values: dict[tuple[str, ...], dict[int, float]] = {}
 
     def add(self, point: Point, seed: int, values: Mapping[str, float | None]) -> None:
-        """The numbers of one run; those it does not have are left out."""
-        of_point = self._values.setdefault(tuple(point.values()), {})
+        """The numbers of one run, by the report's names; those it does not have are left out."""
         for report, value in values.items():
             if value is not None:
-                of_point.setdefault(report, {})[seed] = value
-
-    def at(self, point: Point, report: str) -> Values:
-        """By seed; empty where no run has ended."""
-        return self._values.get(tuple(point.values()), {}).get(report, {})
+                self._values.setdefault(self._place(point, report), {})[seed] = value
 
     def estimate(self, point: Point, report: str) -> Estimate | None:
         """Over seeds; None where no run has ended."""
-        return Estimate.of(list(self.at(point, report).values()))
+        return Estimate.of(list(self._at(point, report).values()))
+
+    def difference(self, point: Point, report: str, *, axis: str) -> Estimate | None:
+        """Of the point to that with the axis at its reference, seed by seed: what both share cancels. None without a seed both have."""
+        here, there = self._at(point, report), self._at({**point, axis: self._ablation.reference_of(axis)}, report)
+        return Estimate.of([here[seed] - there[seed] for seed in here if seed in there])
 
     def differences(self, report: str, *, axis: str) -> list[Difference]:
-        """Of each point to that with the axis at its reference, paired by seed: what both share cancels."""
+        """Of every point that is not at the reference of the axis."""
         reference = self._ablation.reference_of(axis)
-        found = []
-        for point in points_of(self._ablation):
-            here, there = self.at(point, report), self.at({**point, axis: reference}, report)
-            estimate = Estimate.of([here[seed] - there[seed] for seed in here if seed in there])
-            if point[axis] != reference and estimate is not None:
-                found.append(Difference(axis, point, reference, report, estimate))
-        return found
+        return [Difference(axis, point, reference, report, estimate) for point in points_of(self._ablation) if point[axis] != reference
+                and (estimate := self.difference(point, report, axis=axis)) is not None]
+
+    def _at(self, point: Point, report: str) -> Mapping[int, float]:
+        return self._values.get(self._place(point, report), {})
+
+    def _place(self, point: Point, report: str) -> tuple[str, ...]:
+        return (report, *(point[axis] for axis in self._ablation.axes))

@@ -15,6 +15,7 @@ from asyncrl.cli import EXIT_OK, EXIT_USAGE, main
 from asyncrl.errors import ConfigError
 from asyncrl.recipe_files import ablation_names
 from tests.ablate.scene import ABLATION, planned, write
+from tests.docs.pages import block_with
 
 RATE, ARM = ABLATION["axes"]["rate"], ABLATION["axes"]["arm"]
 QUICK = {"steps": 1, "seeds": [5], "axes": {"rate": ["0.02"]}, "settings": {"buffer.group_size": 4}}
@@ -87,6 +88,7 @@ def test_the_key_follows_settings_and_sources_and_not_the_place(tmp_path: Path) 
       "settings": {"trainer.minibatches_per_step": 2}}, "trainer.minibatches_per_step, buffer.groups_per_step", "This is at size 3"),
     ({"axes": {"rate": RATE | {"values": [0.01, 0.01]}}}, "axes.rate", "each once"),
     ({"axes": {"rate": RATE, "again": RATE}}, "axes.rate, axes.again", "make one axis of them"),
+    ({"seed_keys": ["run.seed", "trainer.learning_rate"]}, "axes.rate, seed_keys", "in one of the two"),
     ({"axes": {"nothing": {"kind": "points", "points": {"a": {}, "b": {}}}}}, "axes, seed_keys", "nothing a, seed 0; nothing b, seed 0"),
     ({"seeds": [1, 1]}, "seeds", "each once"),
     ({"seeds": []}, "seeds", "at least 1"),
@@ -158,6 +160,13 @@ def test_a_dry_run_prints_the_grid_and_starts_nothing(tmp_path: Path, capsys: py
 def test_a_missing_file_is_shown_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "ablations/stalenes", "--dry-run"]) == EXIT_USAGE
     assert "Did you mean 'ablations/staleness'?" in capsys.readouterr().err
+
+
+def test_the_file_on_the_page_can_be_run(tmp_path: Path) -> None:
+    (tmp_path / "shown.yaml").write_text(block_with("ablations.md", "recipe: arithmetic/quickstart"), encoding="utf-8")
+    runs = read_plan(tmp_path / "shown.yaml", out=tmp_path, quick=False).runs
+    assert [(run.config.buffer.policy.lag_steps, run.config.loss.kind) for run in runs[:4]] == [
+        (0, "ppo"), (0, "decoupled_ppo"), (4, "ppo"), (4, "decoupled_ppo")]
 
 
 def test_the_page_has_every_key() -> None:
