@@ -11,7 +11,16 @@ NO_CORRECTION = {"correction": "none"}
 CUSTOM = {"kind": "custom"}
 OVER_SEQUENCES = {"correction": {"kind": "custom", "level": "sequence"}}
 DROPPING = {"correction": {"kind": "custom", "mask_low": 0.6, "mask_high": 1.2}}
-LOSSES = ("decoupled_ppo", "ppo", "reinforce", "importance_sampling")
+LOSSES: dict[str, dict[str, Any]] = {
+    **{kind: {"clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.3} for kind in ("decoupled_ppo", "ppo")},
+    "reinforce": {}, "importance_sampling": {}, **{kind: {"clip_low": 0.01, "clip_high": 0.01} for kind in ("gspo", "gspo_token")},
+    "gmpo": {"log_clip_low": 0.01, "log_clip_high": 0.01}, "cispo": {"clip_high": 0.01, "clip_low": 0.01}, "cispo_absolute": {"cap": 1.01},
+    "sapo": {"temperature_positive": 2.0, "temperature_negative": 2.0},
+    "aspo": {"clip_low": 0.01, "clip_high": 0.01, "cap_positive": 1.01, "cap_negative": 1.01},
+    "dppo_tv": {"low": 0.01, "high": 0.01, "cap": 1.1}, "dppo_kl": {"limit": 0.01, "cap": 1.1},
+    "prime_rl_dppo": {"low": 0.01, "high": 0.01, "kl_tau": 0.1}, "prime_rl_ipo": {"threshold": 0.01, "kl_tau": 0.1},
+    "vespo": {f"{name}_{sign}": 1.5 for name in ("power", "decay") for sign in ("positive", "negative")}, "dro": {"beta": 0.5}}
+"""Another value of each setting that is the loss's own."""
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bounds": ({"statistic": "ratio", "low": 0.02, "high": 1.5}, {"statistic": "k2", "level": "sequence", "low": [0.2, 0.1],
                                                                   "high": [0.9, 2.0], "drop": "negative"}),
@@ -43,11 +52,11 @@ FLIPS: dict[str, Flip] = {
     "correction.custom.reject.bounds.reduce": flip("max", see.trained, correction=CUSTOM, correction__reject=[
         {"kind": "bounds", "statistic": "ratio", "level": "sequence", "low": 0.004, "high": 0.5}]),
     "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),
-    **{f"loss.{kind}.aggregation": flip("token_sum", see.trained, **NO_CORRECTION) for kind in LOSSES},
+    **{f"loss.{kind}.aggregation": flip("seq_mean_token_sum", see.trained, **NO_CORRECTION) for kind in LOSSES},
     **{f"loss.{kind}.max_tokens": flip(16, see.trained, **NO_CORRECTION, loss={"kind": kind, "aggregation": "dr_grpo", "max_tokens": 8})
        for kind in LOSSES},
-    **{f"loss.{kind}.{name}": flip(value, see.trained, **NO_CORRECTION) for kind in ("decoupled_ppo", "ppo")
-       for name, value in {"clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.3}.items()}}
+    **{f"loss.{kind}.{name}": flip(value, see.trained, **NO_CORRECTION) for kind, others in LOSSES.items()
+       for name, value in others.items()}}
 
 
 def _of(section: str, *names: str) -> set[str]:
@@ -55,12 +64,13 @@ def _of(section: str, *names: str) -> set[str]:
 
 
 _BOUNDS = _of("correction.custom", "mask_low", "mask_high", "truncate_low", "truncate_high", "reject.bounds.low", "reject.bounds.high")
-_CLIPPED = ("decoupled_ppo", "ppo")
+_FROM_ZERO = {"clip_low", "clip_high", "log_clip_low", "log_clip_high", "low", "high", "limit", "kl_tau", "threshold", "beta"}
+_BELOW_ONE = {"clip_low", "low", "high", "threshold"}
 ACCEPTED: dict[str, set[str]] = {
-    "zero": {"correction.custom.reject.opsm.limit", *(f"loss.{kind}.{name}" for kind in _CLIPPED for name in ("clip_low", "clip_high"))},
+    "zero": {"correction.custom.reject.opsm.limit",
+             *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in others if name in _FROM_ZERO)},
     "large": {*_of("correction.custom.reject", "bounds.high", "geometric.high", "dppo_kl.high", "kpop.high", "opsm.limit", "outlier.high",
                    "second_moment.limit", "vaco.high"),
-              *(f"loss.{kind}.{name}" for kind in _CLIPPED for name in ("clip_high", "dual_clip")),
-              *(f"loss.{kind}.max_tokens" for kind in LOSSES)},
-    "null": {*_BOUNDS, *(f"loss.{kind}.dual_clip" for kind in _CLIPPED)}, "list": _BOUNDS}
+              *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in {*others, "max_tokens"} - _BELOW_ONE)},
+    "null": {*_BOUNDS, "loss.cispo.clip_low", *(f"loss.{kind}.dual_clip" for kind in ("decoupled_ppo", "ppo"))}, "list": _BOUNDS}
 """What the numbers of these sections take of what `test_config_numbers` tries."""

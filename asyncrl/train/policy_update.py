@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.correction import losses
+from asyncrl.correction import catalog, losses, sequence_losses
 from asyncrl.correction.aggregate import Denominators, aggregate
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
@@ -75,7 +75,10 @@ def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen
 
 _FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
     "decoupled_ppo": losses.decoupled_ppo, "ppo": losses.ppo, "reinforce": losses.reinforce,
-    "importance_sampling": losses.importance_sampling}
+    "importance_sampling": losses.importance_sampling, "gspo": sequence_losses.gspo, "gspo_token": sequence_losses.gspo_token,
+    "gmpo": sequence_losses.gmpo, "cispo": catalog.cispo, "cispo_absolute": catalog.cispo_absolute, "sapo": catalog.sapo,
+    "aspo": catalog.aspo, "dppo_tv": catalog.dppo_tv, "dppo_kl": catalog.dppo_kl, "prime_rl_dppo": catalog.prime_rl_dppo,
+    "prime_rl_ipo": catalog.prime_rl_ipo, "vespo": catalog.vespo, "dro": catalog.dro}
 """By `loss.kind`; a section's own settings are the arguments."""
 
 
