@@ -71,10 +71,9 @@ class CorrectionBatch:
         self._check_offsets()
         values, versions = (self.rollout_logprobs, self.proximal_logprobs, self.advantages), self.policy_versions
         # One sum is finite where all is well; which value is at fault, if any, is looked for only where it is not.
-        total = (values[0] + values[1] + values[2]).masked_fill_(~self.loss_mask, 0.0).sum()
-        sampled_by = versions.masked_fill(~self.loss_mask, 0)
-        newest = min(self.version, torch.iinfo(versions.dtype).max)
-        if bool(torch.isfinite(total)) and torch.equal(sampled_by, sampled_by.clamp(0, newest)):
+        total = (values[0] + values[1]).add_(values[2]).masked_fill_(~self.loss_mask, 0.0).sum()
+        lowest, highest = torch.where(self.loss_mask, versions, 0).aminmax() if len(versions) else (0, 0)
+        if bool(torch.isfinite(total)) and int(lowest) >= 0 and int(highest) <= self.version:
             return
         for name, tensor in zip(("rollout_logprobs", "proximal_logprobs", "advantages"), values, strict=True):
             self._refuse(~torch.isfinite(tensor), NonFiniteError, f"{name} must be finite at every loss token", tensor)

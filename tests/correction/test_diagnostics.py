@@ -5,51 +5,31 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.correction import Correction, CorrectionBatch, correct, preset
-from asyncrl.correction.diagnostics import diagnose_update, ess_frac, pearson, quantiles
+from asyncrl.correction import Bounds, Correction, CorrectionBatch, correct, preset
+from asyncrl.correction.buckets import ess_frac, pearson, quantiles
+from asyncrl.correction.diagnostics import diagnose_update
 from asyncrl.correction.losses import ppo
+from asyncrl.correction.rules import veto
 from tests.correction.loss_inputs import loss_inputs
 
 Make = Callable[..., CorrectionBatch]
 
 
-def by_hand(rollout: np.ndarray, proximal: np.ndarray, *, weights: np.ndarray, suffix: str = "") -> dict[str, float]:
-    """Every token metric of loss tokens [n], written out in NumPy."""
-    log_ratio = proximal - rollout
-    ratio, p, q = np.exp(log_ratio), np.exp(proximal), np.exp(rollout)
-    values = {
-        "kl_k1/mean": np.mean(-log_ratio), "kl_k3/mean": np.mean(ratio - 1 - log_ratio), "chi2/mean": np.mean(ratio**2) - 1,
-        "ratio/mean": ratio.mean(), "ratio/max": ratio.max(), "ratio/p01": np.quantile(ratio, 0.01), "ratio/p50": np.median(ratio),
-        "ratio/p99": np.quantile(ratio, 0.99), "weight/mean": weights.mean(), "logprob_gap/mean": np.abs(log_ratio).mean(),
-        "logprob_gap/max": np.abs(log_ratio).max(), "prob_gap/mean": np.abs(p - q).mean(), "prob_gap/max": np.abs(p - q).max(),
-        "mult_prob_error/mean": np.exp(np.abs(log_ratio)).mean(), "log_ratio_clamped/frac": 0.0,
-        "ess/frac": weights.sum()**2 / (len(weights) * (weights**2).sum()),
-        "ess_raw/frac": ratio.sum()**2 / (len(ratio) * (ratio**2).sum()),
-    }
-    if len(ratio) > 1:
-        values |= {"prob_gap/std": np.abs(p - q).std(ddof=1), "prob_pearson/value": np.corrcoef(p, q)[0, 1]}
-    return {f"correction/{name.replace('/', suffix + '/')}": value for name, value in values.items()}
-
-
-def test_every_token_metric_equals_its_formula_over_all_and_by_staleness(packed: Make) -> None:
-    batch = packed(rollout_logprobs=packed().rollout_logprobs.double(), proximal_logprobs=packed().proximal_logprobs.double())
-    got = correct(batch, preset("token_tis")).metrics.result()
-    rollout = np.array([-1.0, -2.0, -0.5, -1.0, -0.7, -0.9], np.float32).astype(float)
-    proximal = np.array([-0.9, -1.0, -0.5, -2.0, -0.6, -3.0], np.float32).astype(float)
-    staleness = np.array([2, 2, 1, 0, 0, 0])
-    weights, truncated = np.minimum(np.exp(proximal - rollout), 2.0), np.exp(proximal - rollout) > 2.0
-    wanted = by_hand(rollout, proximal, weights=weights) | {"correction/kept/frac": 1.0, "correction/truncated/frac": truncated.mean()}
-    for bucket in (0, 1, 2):
-        rows, suffix = staleness == bucket, f"_staleness_{bucket}"
-        wanted |= by_hand(rollout[rows], proximal[rows], weights=weights[rows], suffix=suffix)
-        wanted |= {f"correction/kept{suffix}/frac": 1.0, f"correction/truncated{suffix}/frac": truncated[rows].mean()}
-    sums = np.array([[-3.5, -2.4, 3], [-1.7, -2.6, 2], [-0.9, -3.0, 1]])
-    wanted |= {"correction/chi2_sequence/mean": np.mean(np.exp(2 * (sums[:, 1] - sums[:, 0]))) - 1,
-               "correction/rollout_log_ppl/mean": np.mean(-sums[:, 0] / sums[:, 2]),
-               "correction/proximal_log_ppl/mean": np.mean(-sums[:, 1] / sums[:, 2]),
-               "correction/log_ppl_gap/mean": np.mean((sums[:, 0] - sums[:, 1]) / sums[:, 2])}
-    assert got.keys() == wanted.keys()
-    assert got == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+def test_every_metric_of_three_sequences_by_hand(packed: Make) -> None:
+    got = correct(packed(), preset("token_tis")).metrics.result()
+    log_ratio = [0.1, 1.0, 0.0, -1.0, 0.1, -2.1]  # of staleness 2, 2, 1, 0, 0, 0
+    wanted = {"correction/kl_k1/mean": 1.9 / 6, "correction/logprob_gap/mean": 4.3 / 6, "correction/logprob_gap/max": 2.1,
+              "correction/log_ratio/min": -2.1, "correction/log_ratio/max": 1.0, "correction/truncated/frac": 1 / 6,
+              "correction/ratio/mean": sum(map(math.exp, log_ratio)) / 6, "correction/ratio/max": math.e,
+              "correction/weight/mean": (2 * math.exp(0.1) + 2.0 + 1.0 + math.exp(-1) + math.exp(-2.1)) / 6,
+              "correction/kl_k1_staleness_2/mean": -0.55, "correction/kl_k1_staleness_0/mean": 1.0,
+              "correction/logprob_gap_staleness_1/mean": 0.0, "correction/truncated_staleness_2/frac": 0.5,
+              "correction/kept_sequences/frac": 1.0, "correction/rollout_log_ppl/mean": (3.5 / 3 + 1.7 / 2 + 0.9) / 3,
+              "correction/chi2_sequence/mean": (math.exp(2.2) + math.exp(-1.8) + math.exp(-4.2)) / 3 - 1.0,
+              "correction/gap_by_mismatch/value": 3.2 / 3, "correction/gap_by_drift/value": 4.3 / 6 - 3.2 / 3,
+              "correction/gap_drift_per_version/value": (4.3 / 6 - 3.2 / 3) / (5 / 6)}
+    assert {name: got[name] for name in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    assert {name.split("/")[1].partition("_staleness_")[2] for name in got} == {"", "0", "1", "2"}
 
 
 def test_an_engine_that_is_off_by_0_3_shows_as_mismatch_at_staleness_zero(packed: Make) -> None:
@@ -68,7 +48,7 @@ def test_kept_counts_what_the_mask_dropped_against_the_original_tokens(packed: M
 
 def test_tokens_older_than_eight_steps_share_a_bucket(packed: Make) -> None:
     got = correct(packed(version=13), Correction()).metrics.result()
-    names = {name.split("/")[1].removeprefix("kept") for name in got if name.startswith("correction/kept")}
+    names = {name.split("/")[1].removeprefix("weight") for name in got if name.startswith("correction/weight")}
     assert names == {"", "_staleness_8", "_staleness_9_plus"}
 
 
@@ -84,25 +64,87 @@ def test_no_surviving_token_means_no_effective_sample_size() -> None:
     assert all(math.isfinite(value) for value in got.values())
 
 
+def test_raw_and_clamped_log_ratios_are_both_shown(packed: Make) -> None:
+    batch = packed(rollout_logprobs=torch.full((9,), -31.0), proximal_logprobs=torch.tensor([0.0, -1.0, *[-31.0] * 7]))
+    got = correct(batch, Correction(level="sequence", truncate_high=2.0)).metrics.result()
+    assert got["correction/log_ratio/max"] == got["correction/logprob_gap/max"] == got["correction/sequence_log_ratio/max"] == 30.0
+    assert got["correction/ratio/max"] == got["correction/sequence_ratio/max"] == pytest.approx(math.exp(20.0))
+    assert got["correction/log_ratio_clamped/frac"] == pytest.approx(1 / 6)
+    assert got["correction/sequence_log_ratio_clamped/frac"] == 0.5  # its three tokens
+
+
+def test_what_each_rule_and_bound_drops_has_its_own_fraction(packed: Make) -> None:
+    correction = Correction(mask_low=0.5, denominator="kept", reject=(veto(0.13), Bounds(statistic="k1", low=-0.5, name="up")))
+    got = correct(packed(), correction).metrics.result()
+    assert got["correction/masked/frac"] == pytest.approx(2 / 6)  # e^-1 and e^-2.1
+    assert got["correction/rejected_veto/frac"] == pytest.approx(1 / 6)  # the sequence of e^-2.1
+    assert got["correction/rejected_up_staleness_2/frac"] == 0.5  # e^1
+    assert got["correction/rejected_up_staleness_0/frac"] == 0.0
+    assert got["correction/kept/frac"] == 0.5
+    assert got["correction/kept_denominator_factor/value"] == 2.0
+    assert got["correction/kept_sequences/frac"] == pytest.approx(2 / 3)
+
+
+def test_a_normalised_weight_has_its_mean_from_before(packed: Make) -> None:
+    plain = correct(packed(), Correction(truncate_high=2.0)).metrics.result()
+    got = correct(packed(), Correction(truncate_high=2.0, normalize="token")).metrics.result()
+    assert got["correction/weight/mean"] == pytest.approx(1.0)
+    for quantity in ("", "_staleness_0", "_staleness_2"):
+        assert got[f"correction/weight_unnormalized{quantity}/mean"] == pytest.approx(plain[f"correction/weight{quantity}/mean"])
+        assert got[f"correction/ess{quantity}/frac"] == pytest.approx(plain[f"correction/ess{quantity}/frac"])
+    assert not [name for name in plain if "unnormalized" in name]
+
+
+def test_nothing_is_measured_on_guessed_logprobs_nor_on_no_tokens(packed: Make) -> None:
+    assert correct(packed(), Correction(proximal="log_linear")).metrics.result() == {}
+    assert correct(packed(loss_mask=torch.zeros(9, dtype=torch.bool)), preset("token_tis")).metrics.result() == {}
+
+
+def test_a_mismatch_of_a_billionth_keeps_its_digits(packed: Make) -> None:
+    rollout = torch.full((9,), -1e-9, dtype=torch.float64)
+    batch = packed(rollout_logprobs=rollout, proximal_logprobs=rollout * torch.tensor([1.0, 2.0, 3.0, 2.0, 1.0, 4.0, 5.0, 1.0, 2.0]))
+    got = correct(batch, preset("none")).metrics.result()
+    gaps = np.array([1.0, 2.0, 1.0, 3.0, 4.0, 1.0]) * 1e-9
+    assert got["correction/kl_k3/mean"] == pytest.approx(np.mean(gaps**2) / 2, rel=1e-6)
+    assert got["correction/chi2/mean"] == pytest.approx(-2 * gaps.mean(), rel=1e-6)
+    assert got["correction/prob_gap/std"] == pytest.approx(gaps.std(ddof=1), rel=1e-6)
+
+
+def test_probabilities_near_one_are_correlated_without_loss_of_digits(packed: Make) -> None:
+    rollout = -torch.tensor([1.0, 2.0, 4.0, 3.0, 1.0, 5.0, 7.0, 1.0, 6.0], dtype=torch.float64)
+    batch = packed(rollout_logprobs=rollout * 1e-12, proximal_logprobs=rollout.flip(0) * 1e-12)
+    got = correct(batch, preset("none")).metrics.result()["correction/prob_pearson/value"]
+    mask = batch.loss_mask.numpy()
+    assert got == pytest.approx(np.corrcoef(rollout.numpy()[mask], rollout.numpy()[::-1][mask])[0, 1], rel=1e-6)
+
+
 def test_effective_sample_size_of_one_dominant_weight_is_one_over_n() -> None:
-    assert ess_frac(torch.tensor([1.0, 1.0, 1.0, 1.0])).item() == 1.0
-    assert ess_frac(torch.tensor([1e6, 0.0, 0.0, 0.0])).item() == 0.25
-    assert ess_frac(torch.tensor([0.2, 0.5, 1.0, 4.0])).item() == pytest.approx(1.87912088 / 4)
-    assert ess_frac(torch.zeros(3)).isnan()
+    def ess(*weights: float) -> float:
+        return ess_frac(sum(weights), squares=sum(weight**2 for weight in weights), count=len(weights))
+
+    assert ess(1.0, 1.0, 1.0, 1.0) == 1.0
+    assert ess(1e6, 0.0, 0.0, 0.0) == 0.25
+    assert ess(0.2, 0.5, 1.0, 4.0) == pytest.approx(1.87912088 / 4)
+    assert math.isnan(ess(0.0, 0.0))
 
 
 def test_pearson_of_a_constant_is_undefined() -> None:
-    x = torch.tensor([0.1, 0.2, 0.4], dtype=torch.float64)
-    assert pearson(x, y=3 * x + 1).item() == pytest.approx(1.0)
-    assert pearson(x, y=-x).item() == pytest.approx(-1.0)
-    assert pearson(x, y=torch.full((3,), 0.1, dtype=torch.float64)).isnan()
-    assert pearson(x[:1], y=x[:1]).isnan()
+    def correlation(x: list[float], y: list[float]) -> float:
+        x, y = np.array(x), np.array(y)
+        return pearson(x=x.sum(), y=y.sum(), xx=x @ x, yy=y @ y, xy=x @ y, count=len(x))
+
+    assert correlation([0.1, 0.2, 0.4], [1.3, 1.6, 2.2]) == pytest.approx(1.0)
+    assert correlation([0.1, 0.2, 0.4], [-0.1, -0.2, -0.4]) == pytest.approx(-1.0)
+    assert math.isnan(correlation([0.1, 0.2, 0.4], [0.1, 0.1, 0.1]))
+    assert math.isnan(correlation([0.1], [0.2]))
 
 
 def test_quantiles_interpolate_linearly() -> None:
     values = np.random.default_rng(0).normal(size=101)
-    got = quantiles(torch.from_numpy(values), levels=(0.0, 0.013, 0.5, 0.99, 1.0))
-    np.testing.assert_allclose(got.numpy(), np.quantile(values, [0.0, 0.013, 0.5, 0.99, 1.0]), rtol=1e-12)
+    levels = (0.0, 0.013, 0.5, 0.99, 1.0)
+    np.testing.assert_allclose(quantiles(values, levels=levels), np.quantile(values, levels), rtol=1e-12)
+    np.testing.assert_allclose(quantiles(values[:40], values[40:], levels=levels), np.quantile(values, levels), rtol=1e-12)
+    assert quantiles(values[:1], levels=(0.01, 0.99)) == [values[0]] * 2
 
 
 def test_update_metrics_count_clips_over_the_original_tokens() -> None:
@@ -116,6 +158,21 @@ def test_update_metrics_count_clips_over_the_original_tokens() -> None:
     assert got["correction/update_ratio/min"] == pytest.approx(0.5)
     assert got["correction/update_ratio/max"] == pytest.approx(math.exp(20.0))
     assert got["correction/update_kl_k1/mean"] == pytest.approx((math.log(2.0) - 1000.0) / 3)
+
+
+def test_update_metrics_are_also_by_staleness() -> None:
+    log_ratio, clipped = torch.tensor([0.1, -0.3, 25.0, 9.0]), torch.tensor([False, True, True, True])
+    mask, staleness = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 11, 1])
+    got = diagnose_update(log_ratio, clipped=clipped, loss_mask=mask, staleness=staleness).result()
+    plain = diagnose_update(log_ratio, clipped=clipped, loss_mask=mask).result()
+    wanted = {"clipped_staleness_0/frac": 0.5, "clipped_staleness_9_plus/frac": 1.0, "update_kl_k1_staleness_0/mean": 0.1,
+              "update_kl_k3_staleness_0/mean": (math.expm1(0.1) + math.expm1(-0.3) + 0.2) / 2,
+              "update_ratio_staleness_0/min": math.exp(-0.3), "update_ratio_staleness_0/max": math.exp(0.1),
+              "update_ratio_staleness_9_plus/min": math.exp(20.0),
+              "update_log_ratio_clamped_staleness_9_plus/frac": 1.0, "update_log_ratio_clamped_staleness_0/frac": 0.0}
+    assert {name: got[f"correction/{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    assert not [name for name in got if "staleness_1" in name]
+    assert {name: value for name, value in got.items() if "staleness" not in name} == pytest.approx(plain, rel=1e-12)
 
 
 def test_the_first_update_has_ratio_exactly_one_and_an_empty_one_has_no_metrics() -> None:

@@ -1,13 +1,15 @@
-"""Off-policy metrics, as `oracles.evaluate` asks for them."""
+"""Off-policy metrics and the split of the gap, as `oracles.evaluate` asks for them: each kind of case through the public API."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from asyncrl.correction import Correction, correct
-from asyncrl.correction.diagnostics import quantiles
+from asyncrl.correction.buckets import quantiles
+from asyncrl.correction.gap import mean_gap_by_staleness, split_gap
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
 from tests.parity.padded import Inputs, Padded
 
@@ -26,11 +28,21 @@ def _metrics(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
     mask = case.batch.loss_mask
     log_ratio = masked_log_ratio(case.batch.proximal_logprobs, sampled_logprobs=case.batch.rollout_logprobs, mask=mask)
     levels = (0.05, 0.5, 0.95)
-    found = quantiles(importance_ratio(log_ratio[mask]), levels=levels).tolist()
-    return {name: got[f"correction/{metric}"] for name, metric in names.items()} | {
+    found = quantiles(importance_ratio(log_ratio[mask]).numpy(), levels=levels)
+    return {name: got.get(f"correction/{metric}", math.nan) for name, metric in names.items()} | {
         "rollout_log_ppl": [row["correction/rollout_log_ppl/mean"] for row in alone],
         "training_log_ppl": [row["correction/proximal_log_ppl/mean"] for row in alone],
         "ratio_quantiles": {f"{level}": value for level, value in zip(levels, found, strict=True)}}
 
 
-CASES = {"metrics_offpolicy": _metrics}
+def _split(inputs: Inputs, dtype: torch.dtype) -> dict[str, Any]:
+    rollout, same, proximal = (torch.tensor(inputs[name], dtype=dtype) for name in ("behave_logp", "same_version_logp", "prox_logp"))
+    staleness = inputs["current_version"] - torch.tensor(inputs["token_version"])
+    mask = torch.ones_like(staleness, dtype=torch.bool)
+    split = split_gap(rollout, same_version_logprobs=same, proximal_logprobs=proximal, loss_mask=mask)
+    gaps = mean_gap_by_staleness(split.total, staleness=staleness, loss_mask=mask)
+    return {"mismatch": split.mismatch.tolist(), "lag": split.drift.tolist(), "total": split.total.tolist(),
+            "staleness": staleness.tolist(), "mean_abs_log_ratio_by_staleness": {f"{age}": gap for age, gap in gaps.items()}}
+
+
+CASES = {"metrics_offpolicy": _metrics, "mismatch_vs_lag_split": _split}
