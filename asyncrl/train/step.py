@@ -209,6 +209,6 @@ def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, correc
     metrics.mean("train/entropy/mean", float(traces.entropy[mask].double().sum()), count=int(mask.sum()))
     metrics.last("train/grad_norm/last", traces.updates[-1].grad_norm)
     if corrected.alpha is None:
-        metrics.merge(diagnose_update(traces.log_ratio, clipped=clipped, loss_mask=mask))
+        metrics.merge(diagnose_update(traces.log_ratio, clipped=clipped, loss_mask=mask, staleness=tokens.version - tokens.policy_versions))
     else:  # how far a guess is away from its own ingredients says nothing
         metrics.mean("correction/clipped/frac", float(clipped[mask].sum()), count=int(mask.sum()))

@@ -208,3 +208,5 @@ def test_ppo_anchors_at_the_policy_that_sampled(tiny: Path, tmp_path: Path) -> N
     metrics = step_on(rank, packed).metrics.result()
     assert metrics["correction/update_ratio/max"] == pytest.approx(2.0, rel=1e-4)
     assert metrics["correction/clipped/frac"] == pytest.approx(rewarded.sum() / packed.num_loss_tokens)
+    by_age = [name for name in metrics if name.startswith("correction/clipped_staleness_")]
+    assert len(by_age) == len(np.unique(packed.version - packed.policy_versions[packed.loss_mask]))
