@@ -199,9 +199,9 @@ def prime_rl_ipo(logprobs: Tensor, *, inputs: LossInputs, threshold: float = 0.1
 def m2po(logprobs: Tensor, *, inputs: LossInputs, tau: float, min_clip_low: float = 0.0, min_clip_high: float = 0.0) -> PolicyLoss:
     """M2PO: PPO against the policy that sampled, clipped to [e^−τ, e^τ], τ found on the whole batch by `second_moment_tau`.
 
-    2510.01161. Departure: the paper finds τ anew in every minibatch, on the current policy; one that is found once, on the proximal
-    policy, is the same for every split of the batch. The authors' code has a range of at least [1 − 0.3, 1 + 0.5]: `M2PO_MINIMUM_CLIP`,
-    to be given as `min_clip_low`, `min_clip_high`, and its τ is that of `second_moment_tau(exact=False)`.
+    2510.01161. Departure: the authors find τ anew in every microbatch, on the current policy; one that is found once, on the proximal
+    policy, is the same for every split of the batch. Their code has a range of at least [1 − 0.3, 1 + 0.5]: `M2PO_MINIMUM_CLIP`, to be
+    given as `min_clip_low`, `min_clip_high`, and its τ is that of `second_moment_tau(exact=False)`.
 
     Args:
         logprobs: [T] float, current, with gradient.

@@ -131,7 +131,7 @@ def kpop(high: float) -> Bounds:
 def dppo_tv(*, low: float = 0.2, high: float = 0.2) -> Bounds:
     """Drop tokens that push away and whose probability moved by more than `high` up or `low` down. DPPO, 2602.04879, binary TV.
 
-    Departure: measured once a step on the proximal policy; `catalog.dppo` measures on the current one.
+    Departure: measured once a step on the proximal policy; `catalog.dppo_tv` measures on the current one.
     """
     return Bounds(statistic="prob_difference", low=-low, high=high, drop="away", name="dppo_tv")
 

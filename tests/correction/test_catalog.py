@@ -92,6 +92,20 @@ def test_aspo_weighs_positive_tokens_by_the_inverse_ratio() -> None:
     assert result.clipped.tolist() == [False, False, False, True, True, False, False, False]
 
 
+def test_aspo_has_a_cap_for_either_sign() -> None:
+    assert at_ratios(aspo, [0.1, 9.0], [1.0, -1.0], cap_positive=2.0, cap_negative=4.0)[1] == pytest.approx([-2.0, 4.0])
+
+
+@pytest.mark.parametrize(("loss", "settings"), [(sapo, {}), (m2po, {"tau": INF}), (prime_rl_dppo, {"kl_tau": 0.0, "low": 1.0, "high": 1.0}),
+                                                (prime_rl_ipo, {"kl_tau": 0.0, "threshold": 1.0})])
+def test_beyond_the_clamp_a_ratio_has_no_gradient(loss, settings: dict[str, float]) -> None:
+    for far in (-25.0, 25.0):
+        logprobs = tensor([far - 30.0]).requires_grad_()
+        result = loss(logprobs, inputs=loss_inputs(tensor([-1.0]), rollout_logprobs=tensor([-30.0])), **settings)
+        assert gradient_of(result, logprobs) == [0.0]
+        assert result.losses.isfinite().all()
+
+
 def test_dppo_tv_stops_a_token_that_moved_too_far_the_way_it_is_pushed() -> None:
     """Up by 0.2 under A > 0, down by 0.2 under A < 0: stopped. The other way round, or by less: not."""
     logprobs, inputs = at_probabilities([0.5, 0.1, 0.5, 0.1, 0.4, 0.41], [0.3, 0.3, 0.3, 0.3, 0.3, 0.01], [1, 1, -1, -1, 1, -2])

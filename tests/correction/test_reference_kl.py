@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction import LossInputs
+from asyncrl.correction.advantages import no_signal
 from asyncrl.correction.losses import reinforce
 from asyncrl.correction.reference_kl import Estimator, penalty, reference_kl
 from asyncrl.errors import ConfigError, ShapeError
@@ -137,12 +138,15 @@ def test_the_gradient_of_a_token_is_that_of_its_value(estimator: Estimator) -> N
 
 
 def test_groups_without_signal_are_pulled_unless_they_are_excluded() -> None:
-    tokens = ([-1.0, -0.5], [-1.2, -0.1], [-1.0, -0.5])
+    """Two groups of two rollouts of one token; the first has equal rewards, so no advantage anywhere."""
+    exclude = torch.from_numpy(no_signal([1.0, 1.0, 0.0, 1.0], group_ids=[7, 7, 9, 9]))
+    assert exclude.tolist() == [True, True, False, False]
+    tokens = ([-1.0, -0.5, -1.0, -0.5], [-1.2, -0.1, -1.2, -0.1], [-1.0, -0.5, -1.0, -0.5])
     _, pulled = of_tokens(*tokens)
-    term, spared = of_tokens(*tokens, exclude=torch.tensor([True, False]))
-    assert pulled == pytest.approx([0.2, -0.4])
-    assert spared == pytest.approx([0.0, -0.4])
-    assert term[0].item() == 0.0
+    term, spared = of_tokens(*tokens, exclude=exclude)
+    assert pulled == pytest.approx([0.2, -0.4] * 2)
+    assert spared == pytest.approx([0.0, 0.0, 0.2, -0.4])
+    assert term[:2].tolist() == [0.0, 0.0]
 
 
 def test_what_pulls_nowhere_is_refused_with_the_reason() -> None:
