@@ -19,11 +19,13 @@ from asyncrl.ablate.command import ablate, read_plan
 from asyncrl.ablate.command import describe as describe_ablation
 from asyncrl.config import load_config
 from asyncrl.config_schema import recipe_schema
+from asyncrl.correction_cli import command as correction_command
 from asyncrl.doctor.report import diagnose, table
 from asyncrl.dry_run import describe
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import open_console
+from asyncrl.observe.figures import encodable
 from asyncrl.observe.watch import Watch, find_run
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
@@ -170,6 +172,11 @@ def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FOLDER", help="where runs and results lie; runs/ablations/NAME")
 
 
+def _correction(options: argparse.Namespace) -> int:
+    print(encodable(options.act(options), sys.stdout.encoding or "utf-8"))
+    return EXIT_OK
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
@@ -177,6 +184,8 @@ COMMANDS = (
     Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,
             takes_settings=True),
     Command("ablate", "train over a grid of settings and seeds, and compare; goes on where it was stopped", _ablate, _ablate_arguments),
+    Command("correction", "list and explain corrections by name, try one on recorded batches", _correction,
+            correction_command.add_arguments),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
 

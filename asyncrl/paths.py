@@ -44,6 +44,10 @@ class RunPaths:
         """Batches on their way to the trainer ranks."""
         return self.shared / "batches"
 
+    def recorded_batch(self, step: int) -> Path:
+        """The batch of a step, as it was corrected."""
+        return self.root / "corrections" / f"step-{step:08d}.npz"
+
     def make(self) -> None:
         """Create every folder. Raises ConfigError where something else is in the way."""
         for folder in (self.root, self.logs, self.checkpoints, self.weights, self.batches):
@@ -52,6 +56,11 @@ class RunPaths:
             except OSError as error:
                 raise ConfigError("run.folder", value=str(folder), allowed="a folder that can be written, or made",
                                   remedy=f"{error.strerror or error}. Remove what is in the way, or set run.folder.") from error
+
+
+def recorded_batches(run: Path) -> list[Path]:
+    """The batches that a run has recorded, oldest first."""
+    return sorted((run / "corrections").glob("step-*.npz"))
 
 
 def shared_place() -> Path:

@@ -214,7 +214,7 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
             self.count = count
 
         async def call(self, op: str, body: dict[str, Any], *, arrays: object, timeout_s: float) -> list[Reply]:
-            story.append((op, timeout_s))
+            story.append((op, timeout_s, Path(body.get("record", "")).name))
             if behaviour == "dies" and op == "step":
                 raise ChildDied("killed")
             if op == "save":

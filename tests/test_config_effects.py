@@ -146,7 +146,8 @@ FLIPS: dict[str, Flip] = {
         "betas": [0.5, 0.6], "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e-3, "microbatch_tokens": 16, "minibatches_per_step": 2,
         "epochs": 3, "dtype": "bfloat16"}.items()},
     **{f"trainer.{name}": flip(value, see.supervised_ranks) for name, value in {
-        "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
+        "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "record_batches_every_steps": 2,
+        "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
     "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),

@@ -33,6 +33,8 @@ def preset(name: str) -> Preset:
     """The named correction. Raises ConfigError for an unknown name, with the nearest known one."""
     if name not in _PRESETS:
         nearest = difflib.get_close_matches(str(name), _PRESETS, n=1, cutoff=0.0)[0]
-        raise ConfigError("correction", value=name, allowed=f"one of {', '.join(_PRESETS)}, or a Correction",
-                          remedy=f"Did you mean {nearest!r}?")
+        project = nearest.rpartition("/")[0]
+        beside = [known for known in _PRESETS if known.rpartition("/")[0] == project]
+        raise ConfigError("correction", value=name, allowed=f"a preset, such as {', '.join(beside)}, or a Correction",
+                          remedy=f"Did you mean {nearest!r}? `asyncrl correction list` has all {len(_PRESETS)}.")
     return _PRESETS[name]

@@ -87,6 +87,14 @@ PEERS = (
     replace(_TRL, name="trl/sequence_mask", level="sequence", truncate_high=None, mask_high=3.0, evidence=_SEQUENCE, paper=_SPEED_KILLS,
             origin="TRL 1.16.0, its default: vllm_importance_sampling_mode='sequence_mask', clip_max 3, loss_type='dapo'"),
 
+    Preset(name="prime_rl/dppo", level="none", loss="prime_rl_dppo", loss_settings=(("low", 0.2), ("high", 0.2), ("kl_tau", 1e-3)),
+           origin="prime-rl, its default loss until IPO: dppo_mask_low and _high 0.2, kl_tau 1e-3", paper="DPPO, 2602.04879",
+           evidence=("oracle prime_rl_default_and_ipo",)),
+    Preset(name="prime_rl/ipo", level="none", loss="prime_rl_ipo", loss_settings=(("threshold", 0.1), ("kl_tau", 1e-3)),
+           origin="prime-rl, loss type 'ipo' as it came: ipo_threshold 0.1, kl_tau 1e-3", paper="INTELLECT-3, 2512.16144",
+           departs="later versions have a threshold of 0.3, no second term and a cap of 10,000 on the ratio",
+           evidence=("oracle prime_rl_default_and_ipo",)),
+
     _SKYRL,
     replace(_SKYRL, name="skyrl/sequence_tis", level="sequence", truncate_high=5.0, origin="SkyRL, tis_ratio_type='sequence', clip 5",
             paper=_SPEED_KILLS, evidence=_SEQUENCE),

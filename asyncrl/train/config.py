@@ -191,6 +191,9 @@ class TrainerConfig(Section):
     checkpoint_every_steps: int | None = Field(default=20, ge=1)
     """A rank that dies, or a run that is resumed, costs about so many steps at most; their batches stay in shared memory. None: all since
     the start; the end of a run has a checkpoint either way."""
+    record_batches_every_steps: int | None = Field(default=None, ge=1)
+    """Every so many steps the batch is kept as it was corrected, logprobs, advantages and versions of each token, in
+    `corrections/step-XXXXXXXX.npz` of the run's folder: the newest 8, for `asyncrl correction try`. None: never."""
     max_restarts: int = Field(default=3, ge=0)
     """So many restarts without a finished step in between end the run."""
     step_timeout_s: Seconds = 1800.0
@@ -250,6 +253,15 @@ class TrainConfig(Section):
     def _a_preset_has_its_loss(self) -> TrainConfig:
         if isinstance(self.correction, NamedCorrection) and self.correction.loss == "of_preset":
             require_loss_of(self.correction.build(), loss=self.loss)
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_recorded_was_computed(self) -> TrainConfig:
+        settings = self.trainer
+        if settings.record_batches_every_steps is not None and settings.updates_per_step > 1 and not self.has_proximal_pass:
+            raise ConfigError("trainer.record_batches_every_steps, correction.proximal",
+                              value=(settings.record_batches_every_steps, "log_linear"), allowed="proximal logprobs that a step computes",
+                              remedy="Log-linear ones are a guess. Leave recording out, use one update a step, or recompute.")
         return self
 
     def build_correction(self) -> Correction:

@@ -23,6 +23,7 @@ from asyncrl.train.optim import Optimizer
 from asyncrl.train.packing import plan
 from asyncrl.train.parallel import connect, shard
 from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
 from asyncrl.train.step import Trainee, train_step
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
@@ -54,9 +55,13 @@ class RankTrainer:
                 "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export}
 
     def step(self, request: Request) -> Mapping[str, Any]:
-        """Train on the batch in file `path`."""
+        """Train on the batch in file `path`; rank 0 records it at `record`, where that is asked for."""
         batch = PackedBatch.load(Path(request.body["path"]))
         outcome = train_step(self._trainee, batch)
+        record = request.body.get("record")
+        if record and self._spec.rank == 0 and outcome.tokens is not None:
+            save_recorded(outcome.tokens, Path(record))
+            keep_newest(Path(record).parent, count=MOST_RECORDED)
         return {"metrics": outcome.metrics.to_wire(), "skipped": outcome.skipped, "nonfinite": outcome.nonfinite,
                 "trained_tokens": outcome.trained_tokens}
 

@@ -54,6 +54,8 @@ class StepOutcome:
     """A gradient or logprob was NaN or infinite; the updates it belonged to were not applied."""
     trained_tokens: int
     """Loss tokens that reached an applied update with a weight."""
+    tokens: CorrectionBatch | None = None
+    """The batch with true proximal logprobs; None where there were none, or not finite ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,8 +103,11 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     traces = _updates(trainee, minibatches, tokens=tokens, corrected=corrected)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
+    has_proximal = trainee.config.has_proximal_pass
+    if not has_proximal and trainee.config.trainer.updates_per_step == 1:
+        tokens, has_proximal = dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), True
     if not nonfinite and corrected is None:
-        corrected = correct(dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), correction)
+        corrected = correct(tokens, correction)
     metrics = Metrics()
     if not nonfinite:
         metrics.merge(corrected.metrics)
@@ -113,7 +118,8 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
-                       trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected))
+                       trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected),
+                       tokens=tokens if has_proximal and not nonfinite else None)
 
 
 def _require_whole_rollouts(batch: PackedBatch, *, aggregation: str) -> None:

@@ -124,7 +124,7 @@ class Trainer:
         file = self._paths.batches / f"batch-{self.version:08d}.safetensors"
         packed.save(file)
         try:
-            reply = (await self._call("step", {"path": str(file)}))[0].body
+            reply = (await self._call("step", {"path": str(file), "record": self._record_at(self.version + 1)}))[0].body
         except Exception:
             # How much of the step was done is not known. The next call finds no rank and recovers this version.
             await self._kill_ranks()
@@ -137,6 +137,11 @@ class Trainer:
             file.unlink()
         await self._settle(wait=False)
         return self._result(reply, sampled_tokens=packed.num_sampled_tokens)
+
+    def _record_at(self, step: int) -> str:
+        """Where this step's batch is recorded; "" where it is not."""
+        every = self.config.trainer.record_batches_every_steps
+        return str(self._paths.recorded_batch(step)) if every is not None and step % every == 0 else ""
 
     async def score(self, sequences: SequenceOf[Sequence], *, temperature: float | SequenceOf[float] = 1.0) -> list[NDArray[np.float32]]:
         """[T] float32 logprobs of each sequence under the current weights, 0 at index 0. One temperature for all, or one for each."""

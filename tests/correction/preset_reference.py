@@ -146,6 +146,7 @@ ORIGINS: dict[str, Callable[[Case], Result]] = {
     "slime/mis_sequence_truncate": partial(slime, level="sequence", veto=1e-4),
     "slime/mis_geometric_mask": partial(slime, level="geometric", mode="mask", low=0.5, veto=1e-4), "slime/opsm": slime_opsm,
     **{f"trl/{mode}": partial(trl, mode=mode) for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")},
+    "prime_rl/dppo": plain, "prime_rl/ipo": plain,
     "skyrl/token_tis": partial(skyrl, ratio="token"), "skyrl/sequence_tis": partial(skyrl, ratio="sequence", high=5.0),
     "skyrl/geometric_mask": partial(skyrl, metric="geometric", bounds=(0.99, 1.01)),
     "skyrl/product_mask": partial(skyrl, metric="product", bounds=(0.5, 2.0)),
