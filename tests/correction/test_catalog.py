@@ -125,6 +125,8 @@ def test_dppo_kl_is_measured_from_the_policy_that_sampled() -> None:
     assert dppo_kl(logprobs, inputs=inputs).clipped.tolist() == [True, False, False, False]
     assert dppo_kl(logprobs, inputs=inputs, limit=near * 0.99).clipped.tolist() == [True, False, False, True]
     assert dppo_kl(logprobs, inputs=inputs, limit=far * 1.01).clipped.tolist() == [False] * 4
+    logprobs, inputs = at_probabilities([0.305, 0.295], [0.3, 0.3], [1.0, -1.0])
+    assert dppo_kl(logprobs, inputs=inputs, limit=0.0).clipped.tolist() == [True, True]
 
 
 def test_prime_rl_draws_back_the_tokens_it_stops() -> None:
@@ -210,7 +212,8 @@ def test_the_group_expectation_survives_probabilities_that_no_float_holds() -> N
 
 def test_gepo_divides_by_the_groups_expectation_and_clips_like_ppo() -> None:
     logprobs = tensor([-1.0, -1.2, -3.0]).requires_grad_()
-    inputs = loss_inputs(tensor([1.0, 1.0, -1.0]), rollout_logprobs=tensor([-9.0, -9.0, -9.0]), cu_seqlens=torch.tensor([0, 2, 3]))
+    inputs = loss_inputs(tensor([1.0, 1.0, -1.0]), rollout_logprobs=tensor([-9.0, -9.0, -9.0]), cu_seqlens=torch.tensor([0, 2, 3]),
+                         weights=tensor([5.0, 5.0, 5.0]))
     result = gepo(logprobs, inputs=inputs, group_expectation=tensor([-1.05, -1.05, -2.9]))
     first, second = math.exp(-1.1 + 1.05), math.exp(-3.0 + 2.9)
     assert result.losses.tolist() == pytest.approx([-first, -first, second])

@@ -174,6 +174,10 @@ def test_shapes_that_disagree_are_refused() -> None:
             reference_kl(torch.zeros(2), ref_logprobs=torch.zeros(2), inputs=inputs, coefficient=1.0, exclude=exclude)
 
 
+def test_a_ratio_beyond_the_clamp_pulls_nothing() -> None:
+    assert of_tokens([-1.0], [-2.0], [-30.0])[1] == [0.0]
+
+
 def test_the_penalty_is_0_where_the_mask_is_off() -> None:
     got = penalty(torch.tensor([-1.0, NAN]), ref_logprobs=torch.tensor([-1.5, INF]), mask=torch.tensor([True, False]), coefficient=0.1)
     assert got.tolist() == pytest.approx([-0.05, 0.0])
