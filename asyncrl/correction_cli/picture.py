@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.correction.diagnostics import EXACT_BUCKETS
+from asyncrl.correction.buckets import EXACT_BUCKETS
 from asyncrl.correction_cli.trial import Share, Trial
 
 if TYPE_CHECKING:

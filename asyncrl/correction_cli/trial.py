@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.batch import CorrectionBatch
-from asyncrl.correction.diagnostics import EXACT_BUCKETS
+from asyncrl.correction.buckets import EXACT_BUCKETS
 from asyncrl.correction.rejection import bound_at, outside
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import apply
