@@ -41,6 +41,7 @@ def serve(computations: Mapping[str, Computation]) -> None:
         except Exception:
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=replies, flush=True)
+    os._exit(0)  # threads that a peer has started would hold up any other way out
 
 
 def with_gradient(logprobs: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -38,10 +38,11 @@ def correction(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
     return found if weights is None else {**found, "weights": weights}
 
 
-def actor_config(settings: Settings, *, correction: RolloutCorrectionConfig | None = None) -> ActorConfig:
-    """`actor` are fields of ActorConfig, `policy_loss` of PolicyLossConfig."""
+def actor_config(settings: Settings, *, mask: torch.Tensor, correction: RolloutCorrectionConfig | None = None) -> ActorConfig:
+    """`actor` are fields of ActorConfig, `policy_loss` of PolicyLossConfig. Counts the tokens of `mask`, as verl's engines do."""
     extra = {} if correction is None else {"rollout_correction": correction}
-    return ActorConfig(strategy="fsdp", rollout_n=8, use_dynamic_bsz=True, policy_loss=PolicyLossConfig(
+    counts = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+    return ActorConfig(strategy="fsdp", rollout_n=8, use_dynamic_bsz=True, global_batch_info=counts, policy_loss=PolicyLossConfig(
         **settings.get("policy_loss", {}), **extra), **{"clip_ratio_c": NO_DUAL_CLIP, **settings.get("actor", {})})
 
 
@@ -50,7 +51,7 @@ def loss(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
     weights, mask = None, tensors["loss_mask"].long()
     if "correction" in settings:
         weights, mask, _ = corrected(tensors, settings["correction"])
-    return policy_loss(tensors, settings, config=actor_config(settings), weights=weights, mask=mask)
+    return policy_loss(tensors, settings, config=actor_config(settings, mask=mask), weights=weights, mask=mask)
 
 
 def policy_loss(tensors: Tensors, settings: Settings, *, config: ActorConfig, weights: torch.Tensor | None,
@@ -73,11 +74,13 @@ def preset(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
     """Loss and gradient of one of verl's named corrections, `name`, with the loss that verl would use with it."""
     named = getattr(RolloutCorrectionConfig, settings["name"])()
     if named.bypass_mode:
-        config = actor_config(settings, correction=named)
-        return policy_loss(tensors, {**settings, "mode": "bypass_mode"}, config=config, weights=None, mask=tensors["loss_mask"].long())
+        mask = tensors["loss_mask"].long()
+        config = actor_config(settings, mask=mask, correction=named)
+        return policy_loss(tensors, {**settings, "mode": "bypass_mode"}, config=config, weights=None, mask=mask)
     fields = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
     weights, mask, _ = corrected(tensors, {name: getattr(named, name) for name in fields})
-    return policy_loss(tensors, {**settings, "mode": "vanilla"}, config=actor_config(settings), weights=weights, mask=mask)
+    config = actor_config(settings, mask=mask)
+    return policy_loss(tensors, {**settings, "mode": "vanilla"}, config=config, weights=weights, mask=mask)
 
 
 def advantages(tensors: Tensors, settings: Settings) -> dict[str, torch.Tensor]:
