@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.types import Batch, Rollout, Sequence
 
 CLIP_LOW, CLIP_HIGH, MAX_TOKENS = 0.2, 0.28, 7
+GEOMETRIC = (0.2, 0.8)
+"""Mean ratios outside it lose their sequence; the made-up rollouts are likelier than the models find them, so this cuts both ends."""
 LEARNING_RATE, EPS = 1e-2, 0.1
 """Of AdamW; with so large an eps its update follows the gradient smoothly, and rounding stays rounding."""
 
@@ -63,9 +65,10 @@ def plain_step(folder: Path, batch: Batch, how: PlainStep) -> PlainResult:
         for row in rows:
             row.proximal = _logprobs(lm, row).detach()
     result = PlainResult(gradients=[], weights=dict(lm.named_parameters()), losses=[])
-    for rows in _minibatches(groups, how.minibatches_per_step) * how.epochs:
+    shares = _minibatches(groups, how.minibatches_per_step) * how.epochs
+    for update, rows in enumerate(shares):
         optimizer.zero_grad()
-        loss = _loss(lm, rows, how)
+        loss = _loss(lm, rows, how, clock=(batch.version, batch.version + update / len(shares)))
         loss.backward()
         result.losses.append(float(loss.detach()))
         result.gradients.append({name: parameter.grad.clone() for name, parameter in lm.named_parameters()})
@@ -89,20 +92,45 @@ def _logprobs(lm: PreTrainedModel, row: Row) -> Tensor:
     return torch.stack([torch.log_softmax(logits[t - 1], dim=-1)[tokens[t]] for t in row.sequence.loss_mask.nonzero()[0].tolist()])
 
 
-def _loss(lm: PreTrainedModel, rows: list[Row], how: PlainStep) -> Tensor:
-    losses = [_token_losses(_logprobs(lm, row), row, how) for row in rows]
-    total = torch.cat(losses).sum()
-    return {"token_mean": total / sum(len(own) for own in losses), "token_sum": total, "seq_mean_token_sum": total / len(rows),
-            "seq_mean_token_mean": torch.stack([own.mean() for own in losses]).mean(),
-            "dr_grpo": total / (len(rows) * MAX_TOKENS)}[how.aggregation]
+def _loss(lm: PreTrainedModel, rows: list[Row], how: PlainStep, *, clock: tuple[float, float]) -> Tensor:
+    losses = [_token_losses(_logprobs(lm, row), row, how, clock=clock) for row in rows]
+    total, kept = torch.cat(losses).sum(), [own for own, row in zip(losses, rows, strict=True) if _counts(row, how)]
+    sequences, tokens = max(len(kept), 1), max(sum(map(len, kept)), 1)
+    return {"token_mean": total / tokens, "token_sum": total, "seq_mean_token_sum": total / sequences,
+            "seq_mean_token_mean": torch.stack([own.mean() for own in losses]).sum() / sequences,
+            "dr_grpo": total / (sequences * MAX_TOKENS)}[how.aggregation]
 
 
-def _token_losses(logprobs: Tensor, row: Row, how: PlainStep) -> Tensor:
-    assert row.proximal is not None
-    rollout = torch.from_numpy(row.sequence.rollout_logprobs[row.sequence.loss_mask]).double()
-    raw = (row.proximal - rollout).exp()
-    weight = {"token_tis": raw.clamp(max=2.0), "icepop": raw * ((raw >= 0.5) & (raw <= 5.0)), "none": torch.ones_like(raw)}[how.correction]
-    ratio = (logprobs - (rollout if how.loss == "ppo" else row.proximal)).exp()
+def _counts(row: Row, how: PlainStep) -> bool:
+    """Whether a sequence is in the denominators."""
+    return how.correction != "geometric_kept" or GEOMETRIC[0] <= float(_mean_ratio(row)) <= GEOMETRIC[1]
+
+
+def _mean_ratio(row: Row) -> Tensor:
+    return (row.proximal - _rollout_logprobs(row)).mean().exp()
+
+
+def _rollout_logprobs(row: Row) -> Tensor:
+    return torch.from_numpy(row.sequence.rollout_logprobs[row.sequence.loss_mask]).double()
+
+
+def _token_losses(logprobs: Tensor, row: Row, how: PlainStep, *, clock: tuple[float, float]) -> Tensor:
+    rollout, proximal = _rollout_logprobs(row), row.proximal
+    assert proximal is not None
+    start, now = clock
+    if how.correction == "log_linear" and now > start:
+        versions = torch.from_numpy(row.sequence.policy_versions[row.sequence.loss_mask]).double()
+        proximal = rollout + (start - versions) / (now - versions) * (logprobs.detach() - rollout)
+    raw = (proximal - rollout).exp()
+    weight = {"token_tis": raw.clamp(max=2.0), "log_linear": raw.clamp(max=2.0), "icepop": raw * ((raw >= 0.5) & (raw <= 5.0)),
+              "geometric_kept": _mean_ratio(row).clamp(max=0.6) * _counts(row, how) * torch.ones_like(raw),
+              "none": torch.ones_like(raw)}[how.correction]
+    if how.loss == "reinforce":
+        return -weight * row.advantage * logprobs
+    log_ratio = logprobs - (rollout if how.loss == "ppo" else proximal)
+    if how.loss == "gspo":  # over the tokens that are kept
+        log_ratio = (log_ratio * (weight > 0)).sum() / max(int((weight > 0).sum()), 1) * torch.ones_like(raw)
+    ratio = log_ratio.exp()
     return -weight * torch.minimum(row.advantage * ratio, row.advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
 
 

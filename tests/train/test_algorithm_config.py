@@ -72,7 +72,8 @@ def test_rules_are_a_list_of_kinds() -> None:
 
 @pytest.mark.parametrize(("given", "field"), [
     ({"reject": ["veto", {"kind": "geometric", "low": 1.2, "high": 1.1}]}, "correction.reject.1.low, correction.reject.1.high"),
-    ({"reject": [{"kind": "bounds", "statistic": "k1", "level": "turn", "low": [1.0]}]}, "correction.reject.0.low, correction.reject.0.level"),
+    ({"reject": [{"kind": "bounds", "statistic": "k1", "level": "turn", "low": [1.0]}]},
+     "correction.reject.0.low, correction.reject.0.level"),
     ({"reject": [{"kind": "bounds", "statistic": "k1", "loww": 1.0}]}, "correction.reject.0.loww"),
     ({"reject": ["vetoo"]}, "correction.reject.0.kind"), ({"reject": ["veto", "veto"]}, "correction.reject"),
     ({"truncate_high": [2.0, 0.0]}, "correction.truncate_high.1"), ({"truncate_high": []}, "correction.truncate_high"),

@@ -18,9 +18,11 @@ from transformers import (
 from asyncrl.errors import ShapeError
 from asyncrl.types import Batch, Rollout, Sequence, SequenceBuilder, Status
 from tests.tiny_model import make_tiny_model
-from tests.train.plain_step import CLIP_HIGH, CLIP_LOW, EPS, LEARNING_RATE, MAX_TOKENS, PlainStep, plain_step
+from tests.train.plain_step import CLIP_HIGH, CLIP_LOW, EPS, GEOMETRIC, LEARNING_RATE, MAX_TOKENS, PlainStep, plain_step
 from tests.train.train_data import batch_of, inline_rank, rollout, step_on, weights
 
+VERSION = 3
+"""The step trains from it; turns are up to so many steps old."""
 MODELS = ("qwen3 tied", "qwen3 untied", "llama tied", "llama untied", "qwen2 tied", "qwen2 untied")
 
 
@@ -65,7 +67,7 @@ def tangled_batch(random: np.random.Generator, *, forks: bool) -> Batch:
             status = Status.REWARD_ERROR if random.random() < 0.15 else Status.STOP
             rollouts.append(rollout(7 * group + 3, index, *sequences, reward=float(random.choice([0.0, 0.3, 1.0])), status=status,
                                     temperature=temperature))
-    return batch_of(*rollouts)
+    return batch_of(*rollouts, version=VERSION)
 
 
 def _several_turns(random: np.random.Generator, prompt: list[int]) -> Sequence:
@@ -74,17 +76,24 @@ def _several_turns(random: np.random.Generator, prompt: list[int]) -> Sequence:
     for turn in range(turns):
         count = int(random.integers(1, 8))
         builder.sampled(random.integers(0, 16, count).astype(np.int32), logprobs=random.normal(-2.5, 0.8, count).astype(np.float32),
-                        policy_version=0, kv_fresh=True, turn=turn)
+                        policy_version=int(random.integers(0, VERSION + 1)), kv_fresh=True, turn=turn)
         if turn < turns - 1 or random.random() < 0.3:
             builder.given(random.integers(0, 16, int(random.integers(1, 5))).tolist(), turn=turn)
     return builder.build()
 
 
+CORRECTIONS = {
+    "token_tis": "token_tis", "icepop": "icepop", "none": "none",
+    "log_linear": {"kind": "custom", "truncate_high": 2.0, "proximal": "log_linear"},
+    "geometric_kept": {"kind": "custom", "level": "sequence", "reduce": "mean", "truncate_high": 0.6, "denominator": "kept",
+                       "reject": [{"kind": "geometric", "low": GEOMETRIC[0], "high": GEOMETRIC[1]}]}}
+
+
 def any_settings(random: np.random.Generator) -> PlainStep:
-    loss = str(random.choice(["decoupled_ppo", "decoupled_ppo", "ppo"]))
+    loss = str(random.choice(["decoupled_ppo", "decoupled_ppo", "ppo", "reinforce", "gspo"]))
     return PlainStep(
         advantages=str(random.choice(["grpo", "dr_grpo", "rloo"])), loss=loss,
-        correction="none" if loss == "ppo" else str(random.choice(["token_tis", "icepop", "none"])),
+        correction="none" if loss == "ppo" else str(random.choice(list(CORRECTIONS))),
         aggregation=str(random.choice(["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"])),
         minibatches_per_step=int(random.choice([1, 2])), epochs=int(random.choice([1, 2])), max_grad_norm=float(random.choice([1e9, 0.5])))
 
@@ -97,9 +106,9 @@ def test_a_step_equals_one_written_plainly(seed: int, models: dict[str, Path], t
     if not any(sequence.loss_mask.any() for r in batch.rollouts if not r.status.is_error for sequence in r.sequences):
         pytest.fail("the seed makes a batch without loss tokens: nothing is compared")
     plain = plain_step(folder, batch, how)
-    loss = {"kind": how.loss, "aggregation": how.aggregation, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH,
-            "max_tokens": MAX_TOKENS if how.aggregation == "dr_grpo" else None}
-    rank = inline_rank(folder, tmp_path, advantages=how.advantages, correction=how.correction, loss=loss, eps=EPS,
+    loss = {"kind": how.loss, "aggregation": how.aggregation, "max_tokens": MAX_TOKENS if how.aggregation == "dr_grpo" else None}
+    loss |= {} if how.loss == "reinforce" else {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
+    rank = inline_rank(folder, tmp_path, advantages=how.advantages, correction=CORRECTIONS[how.correction], loss=loss, eps=EPS,
                        learning_rate=LEARNING_RATE, minibatches_per_step=how.minibatches_per_step, epochs=how.epochs,
                        max_grad_norm=how.max_grad_norm,
                        microbatch_tokens=int(random.choice([1, 20, 60, 4096])))
@@ -119,7 +128,7 @@ def test_a_step_equals_one_written_plainly(seed: int, models: dict[str, Path], t
 def test_a_forked_rollout_is_refused_where_it_would_weigh_more_than_one(aggregation: str, models: dict[str, Path], tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     rows = [_several_turns(random, [3, 4]) for _ in range(3)]
-    forked = batch_of(rollout(5, 0, rows[0], rows[1], reward=1.0), rollout(5, 1, rows[2]))
+    forked = batch_of(rollout(5, 0, rows[0], rows[1], reward=1.0), rollout(5, 1, rows[2]), version=VERSION)
     rank = inline_rank(models[MODELS[0]], tmp_path, loss={"kind": "decoupled_ppo", "aggregation": aggregation,
                                                           "max_tokens": 8 if aggregation == "dr_grpo" else None})
     before = weights(rank)

@@ -16,17 +16,19 @@ from asyncrl.train import checkpoint_store
 from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch
-from tests.train.train_data import BETA1, batch_of, inline_rank, random_batch, rollout, sequence, step_on
+from tests.train.test_step_correction import SEQUENCES
+from tests.train.train_data import BETA1, batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on
 
 LIMIT_S = 120.0
 NOTICED_S = 5.0
 
 
-def with_ranks(model: Path, folder: Path, use: Callable[[Trainer], Awaitable[None]], *, processes: int, **settings: object) -> None:
+def with_ranks(model: Path, folder: Path, use: Callable[[Trainer], Awaitable[None]], *, processes: int, correction: object = "token_tis",
+               **settings: object) -> None:
     async def main() -> None:
         paths = RunPaths(root=folder / "run", shared=folder / "shared")
         paths.make()
-        trainer = Trainer(model, correction="token_tis", processes=processes, learning_rate=1e-2, max_grad_norm=1e9, **settings)
+        trainer = Trainer(model, correction=correction, processes=processes, learning_rate=1e-2, max_grad_norm=1e9, **settings)
         async with asyncio.timeout(LIMIT_S):
             await trainer.start(paths)
             try:
@@ -58,6 +60,22 @@ async def killed_mid_step(trainer: Trainer, batch: Batch) -> StepResult:
     result = await step
     assert {rank.pid for rank in trainer._ranks._children}.isdisjoint(rank.pid for rank in ranks)
     return result
+
+
+@pytest.mark.slow
+def test_a_correction_over_sequences_is_the_same_on_two_ranks(tiny: Path, tmp_path: Path) -> None:
+    """Weights, rejection, self-normalisation and denominators of the whole batch, whoever holds which sequence."""
+    async def use(trainer: Trainer) -> None:
+        await trainer.step(random_batch(0))
+        await trainer.save(tmp_path / "two")
+
+    with_ranks(tiny, tmp_path, use, processes=2, correction=SEQUENCES, loss="gspo", microbatch_tokens=40)
+    two = whole_tensors(tmp_path / "two")
+    one = first_gradient(inline_rank(tiny, tmp_path / "store", correction=SEQUENCES, loss="gspo"), random_batch(0))
+    largest = max(float(gradient.abs().max()) for gradient in one.values())
+    assert largest > 0
+    for name, gradient in one.items():
+        torch.testing.assert_close(two[f"exp_avg/{name}"] / (1 - BETA1), gradient.detach().view(-1), rtol=0, atol=1e-6 * largest)
 
 
 def unequal_batch() -> Batch:
