@@ -22,7 +22,7 @@ by which editors complete and check: a recipe's first line names it, `# yaml-lan
 
 A recipe is a YAML mapping of the sections below. On the command line `section.key=value` replaces one value, which is YAML too; a key
 is given once. `engine.kind=inline` keeps the settings that both kinds have and says which ones go. Where a kind needs nothing else it may
-stand for its section: `correction: token_tis`.
+stand for its section: `correction: token_tis`. So may the name of a preset: `correction: areal/decoupled`.
 
 Unknown keys, text where a number should stand, values out of range and pairs that cannot work together are refused before anything
 starts, with what is allowed. `asyncrl train RECIPE --dry-run` prints the resolved configuration and what follows from it.

@@ -8,8 +8,10 @@ from pathlib import Path
 from asyncrl.buffer.config import make_depth, make_policy
 from asyncrl.buffer.policies import FixedLag, Lease
 from asyncrl.config import RunConfig, dump_config
+from asyncrl.correction.formula import kept_text, weight_text
 from asyncrl.rollout.task_config import SetsEval
 from asyncrl.task import build_eval_sets, most_new_tokens
+from asyncrl.train.config import TrainConfig
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -29,7 +31,21 @@ def _a_step(config: RunConfig) -> list[str]:
         f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * most_new_tokens(config):,} sampled tokens",
         f"updates: {_plural(trainer.updates_per_step, 'update')} a step, {groups // trainer.minibatches_per_step} groups each "
         f"(minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs})",
-        *_staleness(config)]
+        *_corrected(config), *_staleness(config)]
+
+
+def _corrected(config: RunConfig) -> list[str]:
+    training = TrainConfig(trainer=config.trainer, advantages=config.advantages, correction=config.correction, loss=config.loss)
+    correction = training.build_correction()
+    if training.has_proximal_pass:
+        proximal = "of a forward over the batch, before its first update"
+    elif correction.proximal == "log_linear":
+        proximal = "guessed between rollout and current ones, without a forward of their own"
+    else:
+        proximal = "those of the forward that trains, without one of their own"
+    kept = " and divided by" if correction.denominator == "kept" else ""
+    return [f"correction: weight {weight_text(correction)} with r = proximal / rollout; kept{kept}: {kept_text(correction)}",
+            f"proximal logprobs: {proximal}"]
 
 
 def _staleness(config: RunConfig) -> list[str]:

@@ -23,7 +23,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 """Another value of each setting that is the loss's own."""
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bounds": ({"statistic": "ratio", "low": 0.02, "high": 1.5}, {"statistic": "k2", "level": "sequence", "low": [0.2, 0.1],
-                                                                  "high": [0.9, 2.0], "drop": "negative"}),
+                                                                  "high": [0.9, 2.0], "drop": "negative",
+                                                                  "name": "other"}),
     "second_moment": ({}, {"limit": 20.0, "form": "tau"}),
     "veto": ({"low": 0.02}, {"low": 0.2}), "outlier": ({"high": 1.0}, {"high": 5.0}),
     "geometric": ({"low": 0.004, "high": 0.3}, {"low": 0.01, "high": 0.05}), "opsm": ({"limit": 5.2}, {"limit": 2.0}),

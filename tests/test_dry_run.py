@@ -31,6 +31,8 @@ def test_the_quantities_of_the_quickstart() -> None:
     lines = told()
     assert lines["batch"] == "32 groups of 16, 512 rollouts, at most 2,048 sampled tokens"
     assert lines["updates"] == "1 update a step, 32 groups each (minibatches 1 × epochs 1)"
+    assert lines["correction"] == "weight min(r, 2) with r = proximal / rollout; kept: all"
+    assert lines["proximal logprobs"] == "those of the forward that trains, without one of their own"
     assert lines["staleness"] == "at most K = 2 steps; window W = 10"
     assert lines["capacity"] == "B = 87 groups held at once; depth: 32 to 87, 64 at first"
     assert lines["in all"] == "100 steps, 100 updates, 51,200 rollouts; fewer if the prompts end"
@@ -46,6 +48,13 @@ def test_the_quantities_of_the_quickstart() -> None:
 @pytest.mark.parametrize(("settings", "name", "line"), [
     (["trainer.minibatches_per_step=4", "trainer.epochs=2"], "updates", "8 updates a step, 8 groups each (minibatches 4 × epochs 2)"),
     (["trainer.minibatches_per_step=4", "trainer.epochs=2"], "in all", "100 steps, 800 updates, 51,200 rollouts; fewer if the prompts end"),
+    (["trainer.epochs=2"], "proximal logprobs", "of a forward over the batch, before its first update"),
+    (["correction={kind: custom, proximal: log_linear}", "trainer.epochs=2"], "proximal logprobs",
+     "guessed between rollout and current ones, without a forward of their own"),
+    (["correction={kind: custom, level: sequence, reduce: mean, truncate_high: 2, denominator: kept, reject: [{kind: veto}]}"],
+     "correction",
+     "weight min(sequence geometric mean r, 2) with r = proximal / rollout; kept and divided by: 0.0001 ≤ sequence smallest r"),
+    (["correction=icepop"], "correction", "weight r with r = proximal / rollout; kept: 0.5 ≤ r ≤ 5"),
     (["buffer.policy=soft"], "staleness", "K = 2 steps in the mean, more for single tokens"),
     (["buffer.policy=soft"], "capacity", "B = 96 groups held at once; depth: 32 to 96, 64 at first"),
     (["buffer.policy={kind: fixed_lag, lag_steps: 1}", DRAIN], "staleness", "exactly 1 steps"),

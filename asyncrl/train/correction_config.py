@@ -93,10 +93,13 @@ class Bounds(Section):
     """As `low`; one of the two must be set."""
     drop: rules.Drop = "all"
     """`all` tokens of what is out of bounds, those that push the policy further `away`, or those of `negative` advantage."""
+    name: str | None = Field(default=None, pattern="^[a-z0-9_]+$")
+    """Of its metric, `correction/rejected_NAME/frac`; made of level, reduce and statistic where it is left out. No two rules share one."""
 
     def build(self) -> rules.Rule:
         """What a `Correction` takes."""
-        return rules.Bounds(statistic=self.statistic, level=self.level, reduce=self.reduce, low=self.low, high=self.high, drop=self.drop)
+        return rules.Bounds(statistic=self.statistic, level=self.level, reduce=self.reduce, low=self.low, high=self.high, drop=self.drop,
+                            name=self.name or "")
 
 
 class SecondMoment(Section):

@@ -65,8 +65,8 @@ class Trainer:
         model: the folder, or a Hugging Face id, which is fetched.
         advantages: "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", or a mapping with
             `kind`.
-        correction: "token_tis", "icepop", "none", or a mapping with `kind`; must be chosen when data can be stale.
-        loss: "decoupled_ppo", "ppo", or a mapping with `kind`.
+        correction: "token_tis", "icepop", "none", the name of a preset, or a mapping with `kind`; must be chosen when data can be stale.
+        loss: "decoupled_ppo", "ppo", "gspo", …, or a mapping with `kind`: those of docs/configuration.md.
 
     Raises ConfigError before any process starts.
     """
