@@ -5,8 +5,8 @@ from __future__ import annotations
 from asyncrl.correction.rules import Bound, Bounds, Rule
 from asyncrl.correction.spec import Correction
 
-_OF_RATIOS = {"sum": "product", "mean": "geometric mean", "max": "largest", "min": "smallest"}
-_OF_OTHERS = {"sum": "sum", "mean": "mean", "max": "largest", "min": "smallest"}
+_OF_RATIOS = {"sum": "product of r over the", "mean": "geometric mean of r over the", "max": "largest r of the", "min": "smallest r of the"}
+_OF_OTHERS = {"sum": "sum of {} over the", "mean": "mean of {} over the", "max": "largest {} of the", "min": "smallest {} of the"}
 _STATISTICS = {"k1": "−ℓ", "k2": "ℓ²/2", "k3": "e^ℓ − 1 − ℓ", "k3_reverse": "e^−ℓ − 1 + ℓ", "binary_kl": "binary KL, both ways",
                "binary_kl_rollout": "binary KL(rollout ‖ proximal)", "prob_difference": "p_proximal − p_rollout", "ratio_gap": "|r − 1|"}
 
@@ -48,9 +48,9 @@ def rule_text(rule: Rule) -> str:
         if rule.form == "mask":
             return f"tokens of the largest ℓ² until the mean ℓ² of the rest is below {_number(rule.limit)}"
         return f"tokens with ℓ·A > 0 and |ℓ| > τ, where Σ min(ℓ², τ²) = {_number(rule.limit)} · n over the n tokens with ℓ·A > 0"
-    which = {"all": "", "away": " with ℓ·A > 0", "negative": " with A < 0"}[rule.drop]
-    where = "" if rule.level == "token" else f" of {rule.level}s"
-    return f"tokens{which}{where} unless {_between(_statistic(rule), low=rule.low, high=rule.high)}"
+    which = {"all": "", "away": "tokens with ℓ·A > 0", "negative": "tokens with A < 0"}[rule.drop]
+    where = f"{which} of {rule.level}s" if which and rule.level != "token" else which or f"{rule.level}s"
+    return f"{where} unless {_between(_statistic(rule), low=rule.low, high=rule.high)}"
 
 
 def _rule_condition(rule: Rule) -> str:
@@ -66,14 +66,14 @@ def _masks(correction: Correction) -> bool:
 
 def _subject(correction: Correction) -> str:
     """The ratio that a weight is made of."""
-    return "r" if correction.level in ("none", "token") else f"{correction.level} {_OF_RATIOS[correction.reduce]} r"
+    return "r" if correction.level in ("none", "token") else f"{_OF_RATIOS[correction.reduce]} {correction.level}"
 
 
 def _statistic(rule: Bounds) -> str:
     if rule.statistic == "ratio":
-        return "r" if rule.level == "token" else f"{rule.level} {_OF_RATIOS[rule.reduce]} r"
+        return "r" if rule.level == "token" else f"{_OF_RATIOS[rule.reduce]} {rule.level}"
     plain = _STATISTICS[rule.statistic]
-    return plain if rule.level == "token" else f"{rule.level} {_OF_OTHERS[rule.reduce]} of {plain}"
+    return plain if rule.level == "token" else f"{_OF_OTHERS[rule.reduce].format(plain)} {rule.level}"
 
 
 def _between(subject: str, *, low: Bound | None, high: Bound | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.correction.spec import Correction
 
@@ -26,4 +26,10 @@ class Preset(Correction):
     departs: str = "nothing known"
     """Where ours is not theirs."""
     evidence: tuple[str, ...]
-    """What holds the two together: `oracle NAME`, a case of tests/parity/data/correction.json, or `test FILE::NAME`."""
+    """What holds the two together: `oracle NAME`, a numerical case that tests/parity answers through this library's public functions;
+    `parity PEER/NAME`, a comparison with the project itself as it installs, `make peers`."""
+
+
+def beside_its_origin(known: Preset) -> Preset:
+    """With the comparison that tests/parity makes of this preset and its project."""
+    return replace(known, evidence=(*known.evidence, f"parity {known.name.replace('/', '/preset_')}"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncrl.correction.preset_spec import Preset
+from asyncrl.correction.preset_spec import Preset, beside_its_origin
 from asyncrl.correction.rules import Bounds, SecondMoment, geometric, kpop, opsm, outlier, veto
 
 _CLIP = (("clip_low", 0.2), ("clip_high", 0.2))
@@ -42,7 +42,7 @@ _OPENRLHF = Preset(name="openrlhf/tis", truncate_low=0.5, truncate_high=5.0, los
                    origin="OpenRLHF 0.11.2, is_correction_level='token', mode='clip', threshold 0.5 5", paper=_YAO, departs=_NO_CLAMP,
                    evidence=_TIS)
 
-PEERS = (
+_ALL = (
     _AREAL,
     replace(_AREAL, name="areal/decoupled_unweighted", level="none", mask_high=None, evidence=_TIS,
             origin="AReaL 1.0.4, actor.use_decoupled_loss with rejection_sampling null: the weight is left out, which it warns of"),
@@ -119,3 +119,6 @@ PEERS = (
             paper=_SPEED_KILLS, origin="OpenRLHF 0.11.2, is_correction_level='seq', mode='mask', threshold 0.5 5",
             evidence=("oracle seq_mask_tis",)),
 )
+PEERS = tuple(beside_its_origin(known) if known.name.startswith(("areal/", "trl/")) and known.name != "areal/kpop" else known
+              for known in _ALL)
+"""The projects that install from PyPI are asked themselves; KPop came to AReaL after 1.0.4."""

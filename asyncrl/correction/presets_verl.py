@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asyncrl.correction.preset_spec import Preset
+from asyncrl.correction.preset_spec import Preset, beside_its_origin
 from asyncrl.correction.rules import Bounds, geometric
 
 _PPO = (("clip_low", 0.2), ("clip_high", 0.2), ("dual_clip", 3.0))
@@ -47,7 +47,7 @@ _PG_IS = Preset(name="verl/bypass_pg_is", level="sequence", truncate_high=2.0, l
 _PG_GEO_RS = replace(_PG_IS, name="verl/bypass_pg_geo_rs", level="none", truncate_high=None, reject=(_GEO,),
                      origin=_origin("bypass_pg_geo_rs"), departs=_BYPASS_GEO_RS.departs, evidence=_GEO_RS.evidence)
 
-VERL = (
+VERL = tuple(map(beside_its_origin, (
     _TOKEN_IS,
     _SEQ_IS,
     Preset(name="verl/decoupled_token_icepop", mask_low=0.5, mask_high=5.0, loss_settings=_PPO, origin=_origin("decoupled_token_icepop"),
@@ -80,4 +80,4 @@ VERL = (
             evidence=("oracle decoupled_ppo_token_tis", "oracle rs_decisions")),
     Preset(name="verl/disabled", level="none", loss_settings=_PPO, origin=_origin("disabled"), paper="1707.06347",
            evidence=("oracle decoupled_ppo_token_tis", "oracle dual_clip_and_clip_higher")),
-)
+)))

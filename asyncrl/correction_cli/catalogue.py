@@ -19,6 +19,14 @@ def preset_table() -> str:
     return aligned([("preset", "weight", "kept", "loss", "origin"), *rows])
 
 
+def preset_markdown() -> str:
+    """The table of docs/correction.md."""
+    rows = [(f"`{known.name}`", weight_text(known), kept_text(known), "before correction" if known.denominator == "original" else "kept",
+             f"`{known.loss}`") for known in map(preset, presets())]
+    head = ("preset", "weight of a kept token", "kept", "divided by tokens", "loss")
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
 def preset_page(known: Preset) -> str:
     """All there is to say about one preset."""
     settings = ", ".join(f"{name}={value:g}" for name, value in known.loss_settings)
