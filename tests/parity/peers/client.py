@@ -116,10 +116,10 @@ def is_installed(name: str) -> bool:
     return (ENVIRONMENTS / name / ".installed").exists()
 
 
-def padded(arrays: Arrays, *, lengths: NDArray[np.integer[Any]], fill: float = 0.0) -> Arrays:
-    """[N, max length] of [T] arrays, `fill` after each sequence's end."""
+def padded(arrays: Arrays, *, lengths: NDArray[np.integer[Any]]) -> Arrays:
+    """[N, max length] of [T] arrays, zeros after each sequence's end."""
     inside = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    rows = {name: np.full(inside.shape, fill, dtype=values.dtype) for name, values in arrays.items()}
+    rows = {name: np.zeros(inside.shape, dtype=values.dtype) for name, values in arrays.items()}
     for name, values in arrays.items():
         rows[name][inside] = values
     return rows
