@@ -39,21 +39,21 @@ class Answer:
 class Peer:
     """A running adapter, a context manager. It dies with this process, and is killed when an answer takes longer than the time-out."""
 
-    def __init__(self, python: Path, adapter: Path, *, environment: Mapping[str, str] | None = None, timeout_s: float = 300.0) -> None:
+    def __init__(self, python: Path, adapter: Path, *, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         self._replies, theirs = os.pipe()
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [python, adapter, str(theirs), str(os.getpid())], stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[theirs],
-                env={**_inherited(), **(environment or {})}, cwd=self._folder.name)
+                env=_inherited(), cwd=self._folder.name)
         os.close(theirs)
 
     @classmethod
-    def of(cls, name: str, *, environment: Mapping[str, str] | None = None) -> Peer:
+    def of(cls, name: str) -> Peer:
         """The adapter of one of `PEERS`, in its environment."""
-        return cls(python_of(name), HERE / f"{name}_adapter.py", environment=environment)
+        return cls(python_of(name), HERE / f"{name}_adapter.py")
 
     def ask(self, computation: str, arrays: Arrays, *, settings: Mapping[str, Any] | None = None, repeats: int = 0, memory: bool = False,
             threads: int = 1) -> Answer:
@@ -70,28 +70,28 @@ class Peer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            self._process.wait(timeout=10.0)
+            self.process.wait(timeout=10.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         os.close(self._replies)
         self._folder.cleanup()
 
     def _exchange(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
         except BrokenPipeError:
             raise PeerFailed(f"it ended:\n{self._last_words()}") from None
         received = b""
         while not received.endswith(b"\n"):
             ready, _, _ = select.select([self._replies], [], [], self._timeout_s)
             if not ready:
-                self._process.kill()
+                self.process.kill()
                 raise PeerFailed(f"no answer within {self._timeout_s:g} s:\n{self._last_words()}")
             piece = os.read(self._replies, 1 << 16)
             if not piece:
