@@ -62,6 +62,8 @@ class Measure(Section):
     """Over the rows that have the metric."""
     last_steps: int | None = Field(default=None, ge=1)
     """Rows of so many last steps alone; None: of all."""
+    scale: Literal["linear", "log"] = "linear"
+    """Of its picture."""
 
 
 class Quick(Section):

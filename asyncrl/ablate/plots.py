@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 CURVES = "curves.png"
 _MOST_COLUMNS = 3
 _MARKERS = "osD^vPX*"
-_DECADES = 2.0
-"""A scale is logarithmic when what it shows spans more than this and is above 0."""
 
 
 def draw(folder: Path, ablation: Ablation, ended: Ended) -> list[Path]:
@@ -48,11 +46,14 @@ def _draw_curves(path: Path, ablation: Ablation, ended: Ended) -> Path:
             runs = [measured.curves[ablation.curve] for run, record, measured in ended
                     if record.error is None and dict(run.point) == point and measured.curves[ablation.curve].steps]
             _draw_curve(panel, [dict(zip(run.steps, run.values, strict=True)) for run in runs], number=number, name=_name(line))
-        panel.set(title=f"{ablation.across} {label}", xlabel="step", ylabel=ablation.curve)
+        panel.set(title=f"{ablation.across} {label}", ylabel=ablation.curve)
         panel.label_outer()
         panel.grid(alpha=0.25)
     for panel in panels[len(labels):]:
         panel.set_visible(False)
+    for panel in panels[max(0, len(labels) - columns):len(labels)]:  # the lowest of each column
+        panel.set_xlabel("step")
+        panel.tick_params(labelbottom=True)
     if any(map(_name, lines)):
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(lines)), fontsize="small")
     figure.savefig(path)
@@ -77,11 +78,9 @@ def _draw_report(path: Path, ablation: Ablation, outcomes: Outcomes, *, report: 
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     labels, lines = ablation.labels(ablation.across), _lines(ablation)
-    shown: list[float] = []
     for number, line in enumerate(lines):
         found = [(place, estimate) for place, label in enumerate(labels)
                  if (estimate := outcomes.estimate({**line, ablation.across: label}, report)) is not None]
-        shown += [estimate.mean for _, estimate in found]
         offset = 0.06 * (number - (len(lines) - 1) / 2)  # bars beside one another stay readable
         axes.errorbar([place + offset for place, _ in found], [one.mean for _, one in found],
                       yerr=[one.standard_error or 0.0 for _, one in found], color=f"C{number}", marker=_MARKERS[number % len(_MARKERS)],
@@ -91,8 +90,7 @@ def _draw_report(path: Path, ablation: Ablation, outcomes: Outcomes, *, report: 
     steps = f", last {asked.last_steps} steps" if asked.last_steps else ""
     axes.set(xlabel=ablation.across, ylabel=f"{asked.metric}\n{asked.stat}{steps}",
              title=f"{report}: {ablation.recipe}, {ablation.steps} steps, seeds {len(ablation.seeds)}, ± s.e.")
-    if _spans_decades(shown):
-        axes.set_yscale("log")
+    axes.set_yscale(asked.scale)
     axes.grid(alpha=0.25)
     if any(map(_name, lines)):
         axes.legend(fontsize="small")
@@ -106,10 +104,6 @@ def _lines(ablation: Ablation) -> list[dict[str, Any]]:
 
 def _name(line: Point) -> str:
     return ", ".join(line.values()) if len(line) == 1 else ", ".join(f"{axis} {label}" for axis, label in line.items())
-
-
-def _spans_decades(values: Sequence[float]) -> bool:
-    return min(values) > 0 and math.log10(max(values) / min(values)) > _DECADES
 
 
 def _slug(report: str) -> str:
