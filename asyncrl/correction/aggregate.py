@@ -1,7 +1,8 @@
 """From token losses to one number, the same for every split of the batch over ranks and microbatches.
 
-The denominator is counted once per update, over all ranks, from `loss_mask` before any correction ("original"): a token that a
-correction drops still counts, so dropping shrinks the step instead of boosting the tokens that stay.
+The denominator is counted once per update, over all ranks, from the mask that the numerator has. With the denominator "original" that
+is the loss mask before any correction: a token that a correction drops still counts, so dropping shrinks the step instead of boosting
+the tokens that stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from asyncrl.correction.segments import require_offsets
 from asyncrl.errors import ConfigError, ShapeError
 
 Mode = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "dr_grpo"]
@@ -78,7 +80,7 @@ def aggregate(losses: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, denomina
 
     Args:
         losses: [T] float; what `loss_mask` hides is ignored, with gradient 0.
-        loss_mask: [T] bool, before correction.
+        loss_mask: [T] bool, `Corrected.counted`: the loss mask before correction, or what is kept where the denominator counts that.
         cu_seqlens: [N + 1] integer; a share holds whole sequences.
         denominators: of the whole update.
         mode: see above.
@@ -95,9 +97,9 @@ def aggregate(losses: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor, denomina
 
 def _loss_lengths(loss_mask: Tensor, *, cu_seqlens: Tensor) -> Tensor:
     """[N] loss tokens of each sequence."""
-    if loss_mask.dtype != torch.bool or loss_mask.dim() != 1 or cu_seqlens.dim() != 1:
-        raise ShapeError(f"loss_mask must be [T] bool and cu_seqlens [N + 1], got {loss_mask.dtype} {tuple(loss_mask.shape)}, "
-                         f"{tuple(cu_seqlens.shape)}")
+    if loss_mask.dtype != torch.bool or loss_mask.dim() != 1:
+        raise ShapeError(f"loss_mask must be [T] bool, got {loss_mask.dtype} {tuple(loss_mask.shape)}")
+    require_offsets(cu_seqlens, tokens=len(loss_mask))
     ends = torch.zeros(len(loss_mask) + 1, dtype=torch.int32, device=loss_mask.device)
     torch.cumsum(loss_mask, 0, dtype=torch.int32, out=ends[1:])
     return ends[cu_seqlens.long()].diff()

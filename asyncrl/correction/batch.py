@@ -100,7 +100,8 @@ class Corrected:
     """Frozen result of a correction: no gradient flows into it, and the loss reads nothing else of the rollout policy."""
 
     weights: Tensor
-    """[T] float32 (float64 for float64 input), bounded importance weights, 0 where `keep_mask` is False."""
+    """[T] float32 (float64 for float64 input), bounded importance weights, 0 where `keep_mask` is False. With `alpha`: 1, not
+    yet known."""
     keep_mask: Tensor
     """[T] bool, loss tokens that survived."""
     counted: Tensor

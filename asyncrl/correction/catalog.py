@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.losses import clip_range, clipped_surrogate, weighted_score
-from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, with_gradient
+from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, broken, with_gradient
 from asyncrl.correction.ratios import binary_kl, importance_ratio, masked_log_ratio
 from asyncrl.correction.segments import Segments
 from asyncrl.correction.sequence_losses import clip_sequences, gain_of, sequence_mean
@@ -297,7 +297,7 @@ def gepo(logprobs: Tensor, *, inputs: LossInputs, group_expectation: Tensor, cli
     ratio = importance_ratio(sequence_mean(above, inputs=inputs)).to(above.dtype)
     losses, clipped = clip_sequences(ratio, gain=gain_of(inputs, dtype=ratio.dtype, weighted=False), clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs.detach(), sampled_logprobs=inputs.rollout_logprobs, mask=inputs.keep_mask)
-    return PolicyLoss(losses=losses, log_ratio=log_ratio, clipped=clipped)
+    return PolicyLoss(losses=losses + broken(logprobs, mask=inputs.keep_mask), log_ratio=log_ratio, clipped=clipped)
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ def _of_tokens(log_ratio: Values, *, log_clamp: float, digits: np.dtype[Any]) ->
     growth, gap, factor = np.expm1(held), np.abs(log_ratio), np.reciprocal(ratio)
     np.maximum(factor, ratio, out=factor)
     grown = float(growth.sum())
-    means = {"kl_k1/mean": -float(log_ratio.sum()), "kl_k3/mean": grown - float(held.sum()),
+    means = {"kl_k1/mean": -float(log_ratio.sum()), "kl_k3/mean": _k3_sum(log_ratio, held=held, grown=grown, log_clamp=log_clamp),
              "chi2/mean": float(growth @ growth) + 2.0 * grown, "logprob_gap/mean": float(gap.sum()),
              "mult_prob_error/mean": float(factor.sum())}
     return summary.joined(Summary(len(gap), means, largest={"logprob_gap/max": float(gap.max())}))
@@ -169,7 +169,7 @@ def _update_summary(log_ratio: Values, *, clipped: Values) -> Summary:
     held, clamped = _held(log_ratio, log_clamp=LOG_CLAMP)
     grown = float(np.expm1(held).sum())
     means = {"clipped/frac": float(np.count_nonzero(clipped)), "update_kl_k1/mean": -float(log_ratio.sum()),
-             "update_kl_k3/mean": grown - float(held.sum()), "update_log_ratio_clamped/frac": clamped}
+             "update_kl_k3/mean": _k3_sum(log_ratio, held=held, grown=grown, log_clamp=LOG_CLAMP), "update_log_ratio_clamped/frac": clamped}
     return Summary(len(held), means, largest={"update_ratio/max": math.exp(held.max())},
                    smallest={"update_ratio/min": math.exp(held.min())})
 
@@ -180,6 +180,14 @@ def _held(log_ratio: Values, *, log_clamp: float) -> tuple[Values, float]:
         return log_ratio, 0.0
     held = log_ratio.clip(-log_clamp, log_clamp)
     return held, float(np.count_nonzero(held != log_ratio))
+
+
+def _k3_sum(log_ratio: Values, *, held: Values, grown: float, log_clamp: float) -> float:
+    """Of `kl_k3`, which holds ℓ from above alone; `grown` is Σ (e^held − 1)."""
+    if held is not log_ratio:
+        held = np.minimum(log_ratio, log_clamp)
+        grown = float(np.expm1(held).sum())
+    return grown - float(held.sum())
 
 
 def _record_sequences(metrics: Metrics, batch: CorrectionBatch, *, keep_mask: Tensor, log_clamp: float) -> None:

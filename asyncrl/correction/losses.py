@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, with_gradient
 from asyncrl.correction.ratios import masked_log_ratio
 from asyncrl.correction.spec import LOG_CLAMP
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ShapeError
 
 
 def decoupled_ppo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28,
@@ -76,8 +76,15 @@ def importance_sampling(logprobs: Tensor, *, inputs: LossInputs) -> PolicyLoss:
 def entropy_bonus(entropy: Tensor, *, keep_mask: Tensor, coefficient: float) -> Tensor:
     """[T] −coefficient · entropy of a token's distribution, with gradient, to add to its loss; 0 where the mask is off.
 
-    Williams & Peng 1991. `entropy` [T] float, of the same temperature as the logprobs.
+    Williams & Peng 1991. `entropy` [T] float, of the same temperature as the logprobs; `coefficient` at least 0. Raises ShapeError,
+    ConfigError.
     """
+    if entropy.shape != keep_mask.shape or keep_mask.dtype != torch.bool:
+        raise ShapeError(f"entropy and keep_mask (bool) must be [T], got {tuple(entropy.shape)}, "
+                         f"{keep_mask.dtype} {tuple(keep_mask.shape)}")
+    if not 0.0 <= coefficient < math.inf:
+        raise ConfigError("loss.entropy_coefficient", value=coefficient, allowed="a finite number ≥ 0",
+                          remedy="The bonus is taken off a loss that is minimised: a positive number raises the entropy.")
     return torch.where(keep_mask, -coefficient * torch.where(keep_mask, entropy, 0.0), 0.0)
 
 
@@ -97,9 +104,11 @@ def weighted_score(logprobs: Tensor, *, inputs: LossInputs, factor: Tensor, log_
     """loss_t = −factor_t · A_t · logprobs_t: the score, weighed by `factor` [T], which carries no gradient. In the dtype of `log_ratio`."""
     keep_mask, dtype = inputs.keep_mask, log_ratio.dtype
     gain = torch.where(keep_mask, (factor * inputs.advantages).to(dtype), 0.0).neg_()
-    losses = gain * torch.where(keep_mask, logprobs.to(dtype), 0.0)
+    score = torch.where(keep_mask, logprobs.to(dtype), 0.0)
+    # NaN where the logprob is not finite: the score of a broken distribution is none, and must not move a weight.
+    gradient = torch.add(gain, score * 0.0)
     with torch.enable_grad():
-        return PolicyLoss(losses=with_gradient(logprobs, losses=losses, gradient=gain), log_ratio=log_ratio, clipped=clipped)
+        return PolicyLoss(losses=with_gradient(logprobs, losses=gain * score, gradient=gradient), log_ratio=log_ratio, clipped=clipped)
 
 
 @torch.no_grad()

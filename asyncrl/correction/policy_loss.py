@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.batch import Corrected, CorrectionBatch
-from asyncrl.errors import ShapeError
+from asyncrl.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LossInputs:
     """Everything frozen that a loss reads beside the current logprobs. Whole sequences, packed; all [T] on one device.
 
-    What `keep_mask` drops may hold anything in every other field. Raises ShapeError.
+    What `keep_mask` drops may hold anything in every other field, unless a loss says that it reads `counted` tokens (`prime_rl_*`).
+    Raises ShapeError.
     """
 
     rollout_logprobs: Tensor
@@ -44,7 +45,10 @@ class LossInputs:
 
     @classmethod
     def of(cls, batch: CorrectionBatch, corrected: Corrected) -> LossInputs:
-        """Those of a whole batch."""
+        """Those of a whole batch. Raises ConfigError for log-linear proximal logprobs, which each forward makes anew."""
+        if corrected.alpha is not None:
+            raise ConfigError("correction.proximal", value="log_linear", allowed="proximal logprobs that were computed",
+                              remedy="Make logprobs and weights of every forward by proximal.log_linear, and LossInputs of those.")
         return cls(rollout_logprobs=batch.rollout_logprobs, proximal_logprobs=batch.proximal_logprobs, advantages=batch.advantages,
                    weights=corrected.weights, keep_mask=corrected.keep_mask, counted=corrected.counted, cu_seqlens=batch.cu_seqlens)
 
@@ -59,7 +63,8 @@ class PolicyLoss:
     """Losses of a microbatch's tokens, and what the step's metrics are made of. No field waits for the device."""
 
     losses: Tensor
-    """[T] float32 (float64 for float64 input), with gradient; exactly 0, with gradient 0, where a token was dropped."""
+    """[T] float32 (float64 for float64 input), with gradient; exactly 0, with gradient 0, where a token was dropped
+    (`prime_rl_*` have a term on all counted tokens)."""
     log_ratio: Tensor
     """[T] detached, current − anchor, not clamped; 0 where a token was dropped."""
     clipped: Tensor
@@ -73,6 +78,14 @@ def with_gradient(logprobs: Tensor, *, losses: Tensor, gradient: Tensor) -> Tens
     For losses that are known token by token: a third of the memory and half the time of a recorded graph.
     """
     return _WithGradient.apply(logprobs, losses, gradient)
+
+
+def broken(logprobs: Tensor, *, mask: Tensor) -> Tensor:
+    """[T] zeros whose gradient is NaN at a logprob of `mask` that is not finite, to add to losses whose own gradient there would be 0:
+    a clamp has none, and a broken distribution must not pass for one that is merely far away."""
+    with torch.no_grad():
+        gradient = torch.where(mask & ~torch.isfinite(logprobs), torch.nan, torch.zeros_like(logprobs))
+    return with_gradient(logprobs, losses=torch.zeros_like(gradient), gradient=gradient)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
     recompute   a forward pass over the batch before its first update. Exact, one forward more.
     reuse       the forward of the first update, detached: exact where a step has one update, and free.
-    bypass      the rollout logprobs, `losses.ppo`: one anchor for both roles, right only where no version lies between them.
+    bypass      the rollout logprobs, `losses.ppo`: one anchor for both roles, right only where no version lies between them. The
+                trainer still makes the pass where a step has several updates: what measures and rejects looks at true ones.
     log-linear  between rollout and current logprobs by version: this file. A guess, and free.
 
 A log-linear value depends on the current logprobs, so it is another at every forward. It is fit for the weight and the clip of the

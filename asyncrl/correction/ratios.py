@@ -46,9 +46,17 @@ def kl_k2(log_ratio: Tensor) -> Tensor:
 
 
 def kl_k3(log_ratio: Tensor, *, log_clamp: float = LOG_CLAMP) -> Tensor:
-    """e^ℓ − 1 − ℓ: unbiased for KL(π_sampled ‖ π_target), never negative. J. Schulman 2020. ℓ is clamped first."""
-    clamped = log_ratio.clamp(-log_clamp, log_clamp)
-    return torch.expm1(clamped) - clamped
+    """e^ℓ − 1 − ℓ: unbiased for KL(π_sampled ‖ π_target), never negative. J. Schulman 2020.
+
+    ℓ is held to `log_clamp` from above, where e^ℓ would overflow; far below, the estimate is −ℓ − 1 and needs no clamp.
+    """
+    held = log_ratio.clamp(max=log_clamp)
+    return torch.expm1(held) - held
+
+
+def pushes_away(log_ratio: Tensor, *, advantages: Tensor, mask: Tensor) -> Tensor:
+    """[T] bool, tokens of `mask` whose gradient moves the policy further from the one that sampled: ℓ · A > 0."""
+    return mask & (((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0)))
 
 
 def binary_kl(logprobs: Tensor, *, other: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def reference_kl(logprobs: Tensor, *, ref_logprobs: Tensor, inputs: LossInputs, 
     if estimator == "k2":
         losses, gradient = kl_k2(distance), distance
     elif estimator == "k3_forward":
-        slope = -torch.expm1(-distance.clamp(-LOG_CLAMP, LOG_CLAMP))
-        losses, gradient = kl_k3(-distance), slope * ~(distance.abs() > LOG_CLAMP)
+        slope = -torch.expm1(-distance.clamp(min=-LOG_CLAMP))
+        losses, gradient = kl_k3(-distance), slope * ~(distance < -LOG_CLAMP)
     else:
         log_ratio = masked_log_ratio(logprobs, sampled_logprobs=inputs.rollout_logprobs, mask=mask)
         ratio = importance_ratio(log_ratio)
@@ -79,7 +79,7 @@ def penalty(logprobs: Tensor, *, ref_logprobs: Tensor, mask: Tensor, coefficient
     policy sampled. It reaches a token through its advantage: as its own reward (`token_advantages`), or in the sum that a whole
     rollout is rewarded with. Raises ShapeError, ConfigError.
     """
-    _require("k2", coefficient)
+    _require_coefficient(coefficient)
     return -coefficient * masked_log_ratio(logprobs.detach(), sampled_logprobs=ref_logprobs, mask=mask)
 
 
@@ -89,6 +89,10 @@ def _require(estimator: str, coefficient: float) -> None:
                "k3": "k3 in a loss pulls by the other direction, KL(reference ‖ current): name it k3_forward, or take k3_importance."}
         raise ConfigError("loss.reference_kl.estimator", value=estimator, allowed=f"one of {', '.join(get_args(Estimator))}",
                           remedy=why.get(estimator, "Choose one of them."))
+    _require_coefficient(coefficient)
+
+
+def _require_coefficient(coefficient: float) -> None:
     if not 0.0 <= coefficient < math.inf:
         raise ConfigError("loss.reference_kl.coefficient", value=coefficient, allowed="a finite number ≥ 0",
                           remedy="The term is added to a loss that is minimised.")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.batch import CorrectionBatch
-from asyncrl.correction.ratios import binary_kl, importance_ratio, kl_k1, kl_k2, kl_k3
+from asyncrl.correction.ratios import binary_kl, importance_ratio, kl_k1, kl_k2, kl_k3, pushes_away
 from asyncrl.correction.rules import Bound, Bounds, Level, Rule
-from asyncrl.correction.second_moment import harmful, second_moment_mask, second_moment_tau
+from asyncrl.correction.second_moment import second_moment_mask, second_moment_tau
 from asyncrl.correction.segments import Segments
 
 
@@ -49,10 +49,21 @@ def kept(rule: Rule, evidence: Evidence) -> Tensor:
     if rule.form == "mask":
         return second_moment_mask(log_ratio, mask=mask, limit=rule.limit)
     tau = second_moment_tau(log_ratio, advantages=batch.advantages, mask=mask, limit=rule.limit)
-    return mask & ~(harmful(log_ratio, advantages=batch.advantages, mask=mask) & (log_ratio.abs() > tau))
+    return mask & ~(pushes_away(log_ratio, advantages=batch.advantages, mask=mask) & (log_ratio.abs() > tau))
 
 
-def outside(values: Tensor, *, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
+def outside_ratios(log_ratio: Tensor, *, low: Bound | None, high: Bound | None, batch: CorrectionBatch) -> Tensor:
+    """Bool, where e^ℓ leaves [low, high]; [T], unless both bounds are one number.
+
+    Compared as logarithms, in the dtype of ℓ: a product of thousands of ratios is out of range, its logarithm is not, and a ratio
+    that is exactly a bound is inside it wherever the bound is written.
+    """
+    lowest, highest = (bound.log().to(log_ratio.dtype) if isinstance(bound, Tensor) else None if bound is None else math.log(bound)
+                       for bound in (bound_at(low, batch), bound_at(high, batch)))
+    return _outside(log_ratio, low=lowest, high=highest)
+
+
+def _outside(values: Tensor, *, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
     """Bool, where a value is below `low` or above `high`; never where it is NaN."""
     beyond = torch.zeros_like(values, dtype=torch.bool)
     if low is not None:
@@ -64,19 +75,19 @@ def outside(values: Tensor, *, low: float | Tensor | None, high: float | Tensor 
 
 def _dropped(rule: Bounds, evidence: Evidence) -> Tensor:
     """[T] bool; anything where the mask is off."""
-    values = _statistic(rule, evidence)
-    low, high = bound_at(rule.low, evidence.batch), bound_at(rule.high, evidence.batch)
+    values, batch = _statistic(rule, evidence), evidence.batch
+    segments = None if rule.level == "token" else evidence.segments(rule.level)
+    if segments is not None:
+        values = segments.reduce(values, how=rule.reduce)
     if rule.statistic == "ratio":
-        # Compared as logarithms: a product of thousands of ratios is far out of range, its logarithm is not.
-        low, high = (None if bound is None else bound.log() if isinstance(bound, Tensor) else math.log(bound) for bound in (low, high))
-    if rule.level == "token":
-        beyond = outside(values, low=low, high=high)
+        beyond = outside_ratios(values.to(evidence.log_ratio.dtype), low=rule.low, high=rule.high, batch=batch)
     else:
-        segments = evidence.segments(rule.level)
-        beyond = segments.spread(outside(segments.reduce(values, how=rule.reduce), low=low, high=high) & (segments.lengths > 0))
+        beyond = _outside(values, low=bound_at(rule.low, batch), high=bound_at(rule.high, batch))
+    if segments is not None:
+        beyond = segments.spread(beyond & (segments.lengths > 0))
     if rule.drop == "away":
-        beyond = beyond & harmful(evidence.log_ratio, advantages=evidence.batch.advantages, mask=evidence.batch.loss_mask)
-    return beyond & (evidence.batch.advantages < 0) if rule.drop == "negative" else beyond
+        beyond = beyond & pushes_away(evidence.log_ratio, advantages=batch.advantages, mask=batch.loss_mask)
+    return beyond & (batch.advantages < 0) if rule.drop == "negative" else beyond
 
 
 def _statistic(rule: Bounds, evidence: Evidence) -> Tensor:

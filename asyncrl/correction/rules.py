@@ -18,6 +18,9 @@ Reduce = Literal["sum", "mean", "max", "min"]
 Drop = Literal["all", "away", "negative"]
 Bound = float | tuple[float, ...]
 """One bound for every token, or one for each staleness 0, 1, …, of which the last holds for all older tokens."""
+_RANGES = {**dict.fromkeys(("k2", "k3", "k3_reverse", "binary_kl", "binary_kl_rollout", "ratio_gap"), (0.0, math.inf)),
+           "prob_difference": (-1.0, 1.0)}
+"""Where a statistic lies that is not any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Bounds:
     drop: Drop = "all"
     """all tokens of what is out of bounds; those that push the policy `away`, ℓ · A > 0; those of `negative` advantage."""
     name: str = ""
-    """In metrics, `correction/rejected_NAME/frac`; made of level, reduce and statistic where it is left empty."""
+    """In metrics, `correction/rejected_NAME/frac`; made of level, reduce, statistic and drop where it is left empty."""
 
     def __post_init__(self) -> None:
         for field, kinds in (("statistic", Statistic), ("level", Level), ("reduce", Reduce), ("drop", Drop)):
@@ -53,16 +56,25 @@ class Bounds:
         if self.low is None and self.high is None:
             raise ConfigError("correction.reject.low, correction.reject.high", value=(None, None), allowed="at least one bound",
                               remedy="Without one nothing is ever rejected; remove the rule or set a bound.")
+        if self.level == "token" and self.reduce != "mean":
+            raise ConfigError("correction.reject.reduce, correction.reject.level", value=(self.reduce, self.level),
+                              allowed="a reduction over turns or sequences", remedy="A token has one value; leave reduce out.")
         for field in ("low", "high"):
             self._check_bound(field)
         require_order("correction.reject.low, correction.reject.high", low=self.low, high=self.high)
         if not self.name:
-            parts = (self.level, self.statistic) if self.level == "token" else (self.level, self.reduce, self.statistic)
-            object.__setattr__(self, "name", "_".join(parts))
+            parts = (self.level, "" if self.level == "token" else self.reduce, self.statistic, "" if self.drop == "all" else self.drop)
+            object.__setattr__(self, "name", "_".join(filter(None, parts)))
 
     def _check_bound(self, field: str) -> None:
         bound = getattr(self, field)
         require_bound(f"correction.reject.{field}", bound, is_ratio=self.statistic == "ratio")
+        least, most = _RANGES.get(self.statistic, (-math.inf, math.inf))
+        for number in numbers_of(bound):
+            if not least <= number <= most:
+                raise ConfigError(f"correction.reject.{field}, correction.reject.statistic", value=(number, self.statistic),
+                                  allowed=f"a bound in [{least:g}, {most:g}], where {self.statistic} lies",
+                                  remedy="Beyond it the rule would drop nothing, or everything.")
         if isinstance(bound, tuple) and self.level != "token":
             raise ConfigError(f"correction.reject.{field}, correction.reject.level", value=(bound, self.level),
                               allowed="a bound for each staleness at level 'token' alone",
@@ -128,16 +140,19 @@ def kpop(high: float) -> Bounds:
     return Bounds(statistic="binary_kl", high=high, name="kpop")
 
 
-def dppo_tv(*, low: float = 0.2, high: float = 0.2) -> Bounds:
+def dppo_tv(*, low: float = 0.15, high: float = 0.15) -> Bounds:
     """Drop tokens that push away and whose probability moved by more than `high` up or `low` down. DPPO, 2602.04879, binary TV.
 
-    Departure: measured once a step on the proximal policy; `catalog.dppo_tv` measures on the current one.
+    0.15 is the paper's, as in `catalog.dppo_tv`. Departure: measured once a step on the proximal policy; there on the current one.
     """
     return Bounds(statistic="prob_difference", low=-low, high=high, drop="away", name="dppo_tv")
 
 
-def dppo_kl(high: float) -> Bounds:
-    """Drop tokens that push away and whose binary KL(rollout ‖ proximal) exceeds `high`. DPPO, 2602.04879. Departure as in `dppo_tv`."""
+def dppo_kl(high: float = 0.05) -> Bounds:
+    """Drop tokens that push away and whose binary KL(rollout ‖ proximal) exceeds `high`. DPPO, 2602.04879, with its 0.05.
+
+    Departure as in `dppo_tv`.
+    """
     return Bounds(statistic="binary_kl_rollout", high=high, drop="away", name="dppo_kl")
 
 
@@ -149,25 +164,32 @@ def require_one_of(field: str, value: object, *, allowed: tuple[str, ...]) -> No
 
 def require_bound(field: str, bound: Bound | None, *, is_ratio: bool, log_clamp: float = math.inf) -> None:
     """Raise ConfigError unless every number of the bound is finite, and for a ratio above 0 and inside the clamp."""
-    numbers = bound if isinstance(bound, tuple) else () if bound is None else (bound,)
     if isinstance(bound, tuple) and not bound:
         raise ConfigError(field, value=bound, allowed="a number, or one for each staleness", remedy="Give at least one number.")
-    for number in numbers:
+    for number in numbers_of(bound):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ConfigError(field, value=bound, allowed="a number, or a tuple of numbers, one for each staleness",
+                              remedy="Write 2.0, or (2.0, 1.5, 1.2).")
         inside = math.exp(-log_clamp) < number < math.exp(min(log_clamp, 700.0)) if is_ratio else math.isfinite(number)
-        if isinstance(number, bool) or not inside:
+        if not inside:
             allowed, remedy = ((f"a ratio above 0 and inside exp(±{log_clamp:g})",
                                 "Bounds are ratios, not log-ratios: 2.0 means twice as likely under the trainer.") if is_ratio
                                else ("a finite number", "Leave the bound out where there is none."))
             raise ConfigError(field, value=number, allowed=allowed, remedy=remedy)
 
 
+def numbers_of(bound: Bound | None) -> tuple[float, ...]:
+    """The numbers of a bound, by staleness."""
+    return bound if isinstance(bound, tuple) else () if bound is None else (bound,)
+
+
 def require_order(fields: str, *, low: Bound | None, high: Bound | None) -> None:
     """Raise ConfigError when at some staleness nothing lies between the two bounds."""
     if low is None or high is None:
         return
-    lows, highs = (bound if isinstance(bound, tuple) else (bound,) for bound in (low, high))
-    for age in range(max(len(lows), len(highs))):
-        pair = (lows[min(age, len(lows) - 1)], highs[min(age, len(highs) - 1)])
+    lows, highs = numbers_of(low), numbers_of(high)
+    for staleness in range(max(len(lows), len(highs))):
+        pair = (lows[min(staleness, len(lows) - 1)], highs[min(staleness, len(highs) - 1)])
         if pair[0] >= pair[1]:
             raise ConfigError(fields, value=pair, allowed="a lower bound below the upper one",
                               remedy="Nothing would be kept; widen the range.")

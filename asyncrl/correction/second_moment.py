@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.correction.ratios import pushes_away
+
 
 @torch.no_grad()
 def second_moment_mask(log_ratio: Tensor, *, mask: Tensor, limit: float) -> Tensor:
@@ -30,7 +32,7 @@ def second_moment_tau(log_ratio: Tensor, *, advantages: Tensor, mask: Tensor, li
     Infinity where the bound holds without it. `exact=False` is the authors' code: the largest |ℓ| of a harmful token for which the
     sum stays below the budget, or 0 without one.
     """
-    squares = log_ratio.double().square()[harmful(log_ratio, advantages=advantages, mask=mask)].sort().values
+    squares = log_ratio.double().square()[pushes_away(log_ratio, advantages=advantages, mask=mask)].sort().values
     budget = limit * len(squares)
     if not len(squares) or float(squares.sum()) <= budget:
         return squares.new_tensor(torch.inf)
@@ -41,8 +43,3 @@ def second_moment_tau(log_ratio: Tensor, *, advantages: Tensor, mask: Tensor, li
         return torch.where(at_value < budget, squares, 0.0).max().sqrt()
     first = int((at_value < budget).sum())  # the sums rise, and the last of them is over the budget
     return ((budget - before[first]) / rest[first]).sqrt()
-
-
-def harmful(log_ratio: Tensor, *, advantages: Tensor, mask: Tensor) -> Tensor:
-    """[T] bool, tokens of `mask` whose gradient pushes the policy further away from the one that sampled: ℓ · A > 0."""
-    return mask & (((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0)))

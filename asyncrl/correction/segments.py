@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.rules import Level, Reduce
+from asyncrl.errors import ShapeError
+
+
+def require_offsets(cu_seqlens: Tensor, *, tokens: int) -> None:
+    """Raise ShapeError unless the offsets, [N + 1], end at T. On a GPU their values are not looked at: it would wait for them."""
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0 or (cu_seqlens.device.type == "cpu" and int(cu_seqlens[-1]) != tokens):
+        raise ShapeError(f"cu_seqlens must be [N + 1] and end at T = {tokens}, got {tuple(cu_seqlens.shape)} "
+                         f"ending at {cu_seqlens[-1:].tolist()}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +31,8 @@ class Segments:
 
     @classmethod
     def of_sequences(cls, mask: Tensor, *, cu_seqlens: Tensor) -> Segments:
-        """The N sequences; one without loss tokens has length 0."""
+        """The N sequences; one without loss tokens has length 0. Raises ShapeError."""
+        require_offsets(cu_seqlens, tokens=len(mask))
         lengths = cu_seqlens.diff()
         ids = torch.arange(len(lengths), device=mask.device).repeat_interleave(lengths, output_size=len(mask))
         return cls._of(ids, mask=mask, count=len(lengths))

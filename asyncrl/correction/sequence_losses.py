@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.losses import clip_range
-from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, with_gradient
+from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, broken, with_gradient
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
 from asyncrl.correction.segments import Segments
 from asyncrl.correction.spec import LOG_CLAMP
@@ -43,7 +43,7 @@ def gspo(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 3e-4, clip_h
     log_ratio = masked_log_ratio(logprobs, sampled_logprobs=inputs.proximal_logprobs, mask=inputs.keep_mask)
     ratio = importance_ratio(sequence_mean(log_ratio, inputs=inputs)).to(log_ratio.dtype)
     losses, clipped = clip_sequences(ratio, gain=gain_of(inputs, dtype=ratio.dtype), clip_low=clip_low, clip_high=clip_high)
-    return PolicyLoss(losses=losses, log_ratio=log_ratio.detach(), clipped=clipped)
+    return PolicyLoss(losses=losses + broken(logprobs, mask=inputs.keep_mask), log_ratio=log_ratio.detach(), clipped=clipped)
 
 
 def gspo_token(logprobs: Tensor, *, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
@@ -92,7 +92,8 @@ def gmpo(logprobs: Tensor, *, inputs: LossInputs, log_clip_low: float = 0.4, log
     ratio = importance_ratio(sequence_mean(limited, inputs=inputs)).to(log_ratio.dtype)
     log_ratio = log_ratio.detach()
     clipped = torch.where(capped, log_ratio > log_clip_high, log_ratio < -log_clip_low)
-    return PolicyLoss(losses=gain_of(inputs, dtype=ratio.dtype) * ratio, log_ratio=log_ratio, clipped=clipped)
+    losses = gain_of(inputs, dtype=ratio.dtype) * ratio + broken(logprobs, mask=inputs.keep_mask)
+    return PolicyLoss(losses=losses, log_ratio=log_ratio, clipped=clipped)
 
 
 def clip_sequences(ratio: Tensor, *, gain: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.correction.rules import Bound, Bounds, Rule, require_bound, require_one_of, require_order
+from asyncrl.correction.rules import Bound, Bounds, Rule, SecondMoment, require_bound, require_one_of, require_order
 from asyncrl.errors import ConfigError
 
 LOG_CLAMP = 20.0
@@ -21,7 +21,7 @@ class Correction:
         keep   = loss_mask and mask_low ≤ ratio ≤ mask_high and every rule of `reject` keeps the token
         weight = clamp(ratio, truncate_low, truncate_high) if keep else 0      level "token", "turn", "sequence"
         weight = 1 if keep else 0                                              level "none"
-        weight = weight / mean weight                                          with `normalize`, over the whole batch
+        weight = weight / mean weight                                          with `normalize`, over the whole batch, before `reject`
 
     Raises ConfigError for bounds that contradict one another or that the clamp would hide.
     """
@@ -41,7 +41,8 @@ class Correction:
     reject: tuple[Rule, ...] = ()
     """Tokens and sequences that are dropped for other reasons than their own weight."""
     normalize: Literal["token", "sequence"] | None = None
-    """Divide by the mean weight of the tokens, or of the sequences, that the denominator counts; after truncation."""
+    """Divide by the mean weight of the batch's loss tokens, or of its sequences: after truncation, masked weights counting as 0, and
+    before rejection, so that what is rejected shortens the step instead of weighing on what is left."""
     denominator: Literal["original", "kept"] = "original"
     """What the loss is divided by: tokens before the correction, or those that survived. "kept" lengthens the step by the
     ratio of the two, which is logged."""
@@ -63,6 +64,9 @@ class Correction:
             self._check_bound(field)
         require_order("correction.truncate_low, correction.truncate_high", low=self.truncate_low, high=self.truncate_high)
         require_order("correction.mask_low, correction.mask_high", low=self.mask_low, high=self.mask_high)
+        if self.reduce == "mean" and self.level in ("none", "token"):
+            raise ConfigError("correction.reduce, correction.level", value=(self.reduce, self.level),
+                              allowed="'mean' over turns or sequences", remedy="There is one ratio a token; leave reduce out.")
         self._check_rules()
         if self.proximal == "log_linear":
             self._check_log_linear()
@@ -85,6 +89,9 @@ class Correction:
                               remedy="A turn or a sequence may hold several versions; give one number.")
 
     def _check_rules(self) -> None:
+        if not isinstance(self.reject, tuple) or not all(isinstance(rule, Bounds | SecondMoment) for rule in self.reject):
+            raise ConfigError("correction.reject", value=self.reject, allowed="a tuple of Bounds and SecondMoment",
+                              remedy="One rule is a tuple too: reject=(veto(),).")
         names = [rule.name for rule in self.reject]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError("correction.reject", value=sorted(twice), allowed="rules with different names, which their metrics have",
@@ -94,8 +101,8 @@ class Correction:
                               allowed="weights to normalise", remedy="Choose a level, or remove normalize.")
 
     def _check_log_linear(self) -> None:
-        by_staleness = isinstance(self.truncate_low, tuple) or isinstance(self.truncate_high, tuple)
-        refused = {"truncate_high": by_staleness, "level": self.level in ("turn", "sequence"), "reject": bool(self.reject),
+        refused = {"truncate_low": isinstance(self.truncate_low, tuple), "truncate_high": isinstance(self.truncate_high, tuple),
+                   "level": self.level in ("turn", "sequence"), "reject": bool(self.reject),
                    "normalize": self.normalize is not None, "denominator": self.denominator == "kept",
                    "mask_low": self.mask_low is not None, "mask_high": self.mask_high is not None}
         for field in (name for name, is_set in refused.items() if is_set):

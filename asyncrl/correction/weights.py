@@ -11,7 +11,7 @@ from asyncrl.correction.batch import Corrected, CorrectionBatch, Weighed
 from asyncrl.correction.diagnostics import diagnose
 from asyncrl.correction.proximal import log_linear_alpha
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
-from asyncrl.correction.rejection import Evidence, bound_at, kept, outside
+from asyncrl.correction.rejection import Evidence, bound_at, kept, outside_ratios
 from asyncrl.correction.spec import Correction
 
 
@@ -47,18 +47,20 @@ def apply(batch: CorrectionBatch, correction: Correction) -> Weighed:
     ratio = importance_ratio(level_log_ratio, log_clamp=correction.log_clamp)
     keep_mask = batch.loss_mask
     if correction.mask_low is not None or correction.mask_high is not None:
-        keep_mask = keep_mask & ~outside(ratio, low=bound_at(correction.mask_low, batch), high=bound_at(correction.mask_high, batch))
+        keep_mask = keep_mask & ~outside_ratios(level_log_ratio, low=correction.mask_low, high=correction.mask_high, batch=batch)
+    weights = _weights(ratio, batch=batch, correction=correction, keep_mask=keep_mask)
+    normalizer = None
+    if correction.normalize is not None:
+        normalizer = _mean_weight(weights, evidence=evidence, over=correction.normalize)
+        weights = weights / normalizer
     rejected = {}
     for rule in correction.reject:
         stays = kept(rule, evidence)
         rejected[rule.name] = batch.loss_mask & ~stays
         keep_mask = keep_mask & stays
+    if rejected:
+        weights = weights.masked_fill_(~keep_mask, 0.0)
     counted = keep_mask if correction.denominator == "kept" else batch.loss_mask
-    weights = _weights(ratio, batch=batch, correction=correction, keep_mask=keep_mask)
-    normalizer = None
-    if correction.normalize is not None:
-        normalizer = _mean_weight(weights, batch=batch, counted=counted, over=correction.normalize)
-        weights = weights / normalizer
     return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), ratio, level_log_ratio, rejected, normalizer)
 
 
@@ -81,12 +83,12 @@ def _weights(ratio: Tensor, *, batch: CorrectionBatch, correction: Correction, k
     return bounded.masked_fill_(~keep_mask, 0.0)
 
 
-def _mean_weight(weights: Tensor, *, batch: CorrectionBatch, counted: Tensor, over: str) -> Tensor:
-    """Scalar: the mean over counted tokens, or over sequences that have some; 1 where all weights are 0."""
+def _mean_weight(weights: Tensor, *, evidence: Evidence, over: str) -> Tensor:
+    """Scalar: the mean over loss tokens, or over sequences that have some; 1 where all weights are 0."""
     if over == "token":
-        mean = weights.double().sum() / counted.sum()
+        mean = weights.double().sum() / evidence.batch.loss_mask.sum()
     else:
-        segments = Evidence(dataclasses.replace(batch, loss_mask=counted), weights).segments("sequence")
+        segments = evidence.segments("sequence")
         mean = segments.mean(weights).sum() / (segments.lengths > 0).sum()
     return torch.where(mean > 0, mean, 1.0).to(weights.dtype)
 

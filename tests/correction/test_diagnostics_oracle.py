@@ -57,8 +57,9 @@ def ratio_metrics(log_ratio: np.ndarray, *, clamp: float, prefix: str = "") -> d
 
 def token_metrics(rollout: np.ndarray, proximal: np.ndarray, *, clamp: float) -> dict[str, float]:
     log_ratio, q, p = proximal - rollout, np.exp(rollout), np.exp(proximal)
-    held = np.clip(log_ratio, -clamp, clamp)
-    values = {"kl_k1/mean": -log_ratio.mean(), "kl_k3/mean": np.mean(np.exp(held) - 1 - held), "chi2/mean": np.mean(np.exp(held) ** 2) - 1,
+    held, below = np.clip(log_ratio, -clamp, clamp), np.minimum(log_ratio, clamp)
+    values = {"kl_k1/mean": -log_ratio.mean(), "kl_k3/mean": np.mean(np.exp(below) - 1 - below),
+              "chi2/mean": np.mean(np.exp(held) ** 2) - 1,
               "logprob_gap/mean": np.abs(log_ratio).mean(), "logprob_gap/max": np.abs(log_ratio).max(),
               "mult_prob_error/mean": np.exp(np.abs(held)).mean(), "prob_gap/mean": np.abs(p - q).mean(),
               "prob_gap/max": np.abs(p - q).max()} | ratio_metrics(log_ratio, clamp=clamp)

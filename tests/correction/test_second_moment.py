@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.correction.second_moment import harmful, second_moment_mask, second_moment_tau
+from asyncrl.correction.ratios import pushes_away
+from asyncrl.correction.second_moment import second_moment_mask, second_moment_tau
 
 numbers = st.lists(st.floats(-3, 3).map(lambda x: round(x, 3)), max_size=12)
 limits = st.sampled_from([1e-3, 0.04, 0.5, 4.0])
@@ -61,7 +62,7 @@ def test_tau_by_hand() -> None:
     """Squares 0.01, 0.04, 0.25 of harmful tokens, budget 0.12: 0.01 + 0.04 + τ² = 0.12."""
     log_ratio, advantages = tensor([0.1, -0.2, 0.5, 3.0]), tensor([1.0, -1.0, 2.0, -1.0])
     mask = torch.ones(4, dtype=torch.bool)
-    assert harmful(log_ratio, advantages=advantages, mask=mask).tolist() == [True, True, True, False]
+    assert pushes_away(log_ratio, advantages=advantages, mask=mask).tolist() == [True, True, True, False]
     tau = second_moment_tau(log_ratio, advantages=advantages, mask=mask, limit=0.04)
     assert tau.item() == pytest.approx(math.sqrt(0.07), rel=1e-12)
     of_code = second_moment_tau(log_ratio, advantages=advantages, mask=mask, limit=0.04, exact=False)
@@ -72,7 +73,7 @@ def test_tau_by_hand() -> None:
 def test_tau_spends_the_budget_to_the_last(values: list[float], signs: list[float], limit: float) -> None:
     n = min(len(values), len(signs))
     log_ratio, advantages, mask = tensor(values[:n]), tensor(signs[:n]), torch.ones(n, dtype=torch.bool)
-    squares = np.square(log_ratio[harmful(log_ratio, advantages=advantages, mask=mask)].numpy())
+    squares = np.square(log_ratio[pushes_away(log_ratio, advantages=advantages, mask=mask)].numpy())
     tau = second_moment_tau(log_ratio, advantages=advantages, mask=mask, limit=limit).item()
     if squares.sum() <= limit * len(squares):
         assert tau == math.inf

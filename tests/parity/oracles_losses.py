@@ -18,10 +18,10 @@ from asyncrl.correction import catalog as losses
 from asyncrl.correction.aggregate import Mode, aggregate, count
 from asyncrl.correction.losses import clip_range, decoupled_ppo, importance_sampling
 from asyncrl.correction.proximal import linear_in_probability, log_linear, log_linear_alpha
-from asyncrl.correction.ratios import binary_kl, importance_ratio, kl_k1, masked_log_ratio
+from asyncrl.correction.ratios import binary_kl, importance_ratio, kl_k1, masked_log_ratio, pushes_away
 from asyncrl.correction.reference_kl import reference_kl
 from asyncrl.correction.rules import opsm
-from asyncrl.correction.second_moment import harmful, second_moment_tau
+from asyncrl.correction.second_moment import second_moment_tau
 from asyncrl.correction.segments import Segments
 from asyncrl.correction.sequence_losses import gmpo, gspo
 
@@ -228,7 +228,7 @@ def _m2po(inputs: Inputs, dtype: torch.dtype) -> Answers:
     kept = weigh(case.batch, Correction(level="none", reject=(SecondMoment(limit=limit),))).keep_mask
     before = masked_log_ratio(case.batch.proximal_logprobs, sampled_logprobs=case.batch.rollout_logprobs, mask=case.mask).square()
     now, advantages = case.log_ratio(case.batch.rollout_logprobs), case.batch.advantages
-    away = harmful(now, advantages=advantages, mask=case.mask)
+    away = pushes_away(now, advantages=advantages, mask=case.mask)
     exact, authors = (second_moment_tau(now, advantages=advantages, mask=case.mask, limit=limit, exact=exact).item()
                       for exact in (True, False))
     low, high, _ = clip_range(*losses.M2PO_MINIMUM_CLIP)
