@@ -194,10 +194,10 @@ class DPPOTV(Section):
     """Drops tokens that push away and whose probability moved by more than `high` up or `low` down. DPPO, 2602.04879."""
 
     kind: Literal["dppo_tv"]
-    low: float = Field(default=0.2, gt=0, lt=1)
-    """A probability."""
-    high: float = Field(default=0.2, gt=0, lt=1)
-    """A probability."""
+    low: float = Field(default=0.15, gt=0, lt=1)
+    """A difference of probabilities; 0.15 is the paper's."""
+    high: float = Field(default=0.15, gt=0, lt=1)
+    """As `low`."""
 
     def build(self) -> rules.Rule:
         """What a `Correction` takes."""
@@ -208,8 +208,8 @@ class DPPOKL(Section):
     """Drops tokens that push away and whose binary KL(rollout ‖ proximal) exceeds `high`. DPPO, 2602.04879."""
 
     kind: Literal["dppo_kl"]
-    high: float = Field(gt=0)
-    """In nats."""
+    high: float = Field(default=0.05, gt=0)
+    """In nats; 0.05 is the paper's."""
 
     def build(self) -> rules.Rule:
         """What a `Correction` takes."""
@@ -239,7 +239,7 @@ class CustomCorrection(Section):
     reject: tuple[Rule, ...] = ()
     """Rules that drop tokens and sequences for other reasons than their own weight."""
     normalize: Literal["token", "sequence"] | None = None
-    """Divide by the mean weight, over the whole batch, of the tokens or sequences that the denominator counts."""
+    """Divide by the mean weight of all loss tokens, or sequences, of the batch; before rejection, which is not made up for."""
     denominator: Literal["original", "kept"] = "original"
     """What the loss is divided by: tokens before the correction, or those that survived, which makes the step longer."""
     proximal: Literal["recompute", "log_linear"] = "recompute"

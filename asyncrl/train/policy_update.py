@@ -41,14 +41,14 @@ class Frozen:
     """Of the update, over all ranks."""
 
 
-def at_update(number: int, *, corrected: Corrected | None, tokens: CorrectionBatch, updates: int) -> Corrected | None:
-    """What update 0, 1, … of a step has of the correction. Log-linear proximal logprobs need no guess in the first: the weights are still
+def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBatch, updates: int) -> Corrected | None:
+    """What an update has of the correction after so many applied ones of its step. Log-linear proximal logprobs need no guess in the first: the weights are still
     those the step starts from, so their logprobs are the proximal ones."""
     if corrected is None or corrected.alpha is None:
         return corrected
-    if number == 0:
+    if applied == 0:
         return None
-    alpha = log_linear_alpha(tokens.policy_versions, proximal_version=tokens.version, current_version=tokens.version + number / updates)
+    alpha = log_linear_alpha(tokens.policy_versions, proximal_version=tokens.version, current_version=tokens.version + applied / updates)
     return dataclasses.replace(corrected, alpha=alpha)
 
 

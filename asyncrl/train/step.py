@@ -180,7 +180,8 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: Co
     trainee.policy.zero_grad()  # what a step that failed half-way may have left
     for _ in range(trainee.config.trainer.epochs):
         for minibatch in minibatches:
-            then = at_update(len(updates), corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
+            applied = sum(update.skipped is None for update in updates)
+            then = at_update(applied, corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
             frozen = Frozen(tokens, then, minibatch.denominators)
             for inputs in minibatch.inputs:
                 logprobs, entropy = trainee.policy(inputs)
