@@ -42,8 +42,8 @@ class Frozen:
 
 
 def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBatch, updates: int) -> Corrected | None:
-    """What an update has of the correction after so many applied ones of its step. Log-linear proximal logprobs need no guess in the first: the weights are still
-    those the step starts from, so their logprobs are the proximal ones."""
+    """What an update has of the correction, after so many applied ones of its step. Log-linear proximal logprobs need no guess in the
+    first: the weights are still those the step starts from, so their logprobs are the proximal ones."""
     if corrected is None or corrected.alpha is None:
         return corrected
     if applied == 0:
