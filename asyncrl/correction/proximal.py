@@ -36,8 +36,9 @@ def log_linear_alpha(policy_versions: Tensor, *, proximal_version: float, curren
     """[T] float32 α = clip((v_proximal − v) / (v_current − v), 0, 1), of tokens sampled by version v. A-3PO, 2512.06547.
 
     Where a step starts from version s and makes s + 1, the proximal version is s, and update u of U runs on current version
-    s + u / U: α of stale tokens is 1 in the first update, where proximal and current weights are the same. (AReaL takes v_current − 1 for the
-    proximal version and a whole step for every update.) 0 for tokens nobody sampled (v < 0) and for v ≥ v_current.
+    s + u / U: α of stale tokens is 1 in the first update, where proximal and current weights are the same. (AReaL takes
+    v_current − 1 for the proximal version and a whole step for every update.) 0 for tokens nobody sampled (v < 0) and for
+    v ≥ v_current.
     """
     behind = current_version - policy_versions.float()
     alpha = ((proximal_version - policy_versions.float()) / torch.where(behind > 0, behind, 1.0)).clamp(0.0, 1.0)
