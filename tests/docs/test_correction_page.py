@@ -76,6 +76,14 @@ def test_every_field_of_a_correction_is_on_the_page_with_its_default() -> None:
         assert shown[field.name] == default, field.name
 
 
+def test_the_figures_quoted_of_the_ablation_are_its_own() -> None:
+    table = (ROOT / "benchmarks" / "results" / "ablations" / "staleness" / "table.md").read_text(encoding="utf-8")
+    by_name = {cells[0]: cells[-1] for line in table.split("held-out reward", 1)[1].split("\n\n")[1].splitlines()
+               if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 6}
+    quoted = re.findall(r"\d\.\d+ ± [\d.]*\d", PAGE.split("## Which should I use")[1].split("## ")[0])
+    assert quoted == [by_name[name] for name in ("decoupled + token TIS", "IcePop", "decoupled", "PPO on rollout logprobs")]
+
+
 def test_every_advantage_named_is_a_function() -> None:
     for name, *_ in rows("Advantages"):
         home, _, function = named(name)[0].rpartition(".")
