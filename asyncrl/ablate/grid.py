@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class PlannedRun:
     config: RunConfig
     """Resolved; it writes to `folder`."""
     key: str
-    """Changes with every setting but the run's own place, and with the source of the functions it names."""
+    """Changes with every setting but the run's own place, and with the source of the functions it names, wherever that lies."""
 
     @property
     def folder(self) -> Path:
@@ -122,21 +123,16 @@ def _copied(tree: Any) -> Any:
 
 
 def _key(config: RunConfig) -> str:
-    own = {"run": {"name", "folder"}}
-    digest = hashlib.sha256(config.model_dump_json(exclude=own).encode())
-    for reference in sorted(set(_references(config.model_dump(exclude=own)))):
-        source = source_file(reference)
-        digest.update(source.read_bytes() if source else b"")
-    return digest.hexdigest()[:16]
+    tree = config.model_dump(mode="json", exclude={"run": {"name", "folder"}})
+    return hashlib.sha256(json.dumps(_with_sources(tree), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _references(tree: Any) -> Iterator[str]:
-    """Texts of the form that names a function in a file."""
+def _with_sources(tree: Any) -> Any:
+    """The tree with what stands in it of a function's file in the place of where that file lies."""
     if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _references(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _references(value)
-    elif isinstance(tree, str) and ".py:" in tree:
-        yield tree
+        return {key: _with_sources(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_sources(value) for value in tree]
+    if isinstance(tree, str) and ".py:" in tree and (source := source_file(tree)) is not None:
+        return f"{hashlib.sha256(source.read_bytes()).hexdigest()}:{tree.rpartition(':')[2]}"
+    return tree

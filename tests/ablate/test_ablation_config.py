@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def test_the_key_follows_settings_and_sources_and_not_the_place(tmp_path: Path) 
     assert keys() == before
     assert [run.key for run in read_plan(file, out="another place", quick=False).runs] == before
     assert not set(keys(**{"buffer.group_size": 5})) & set(before)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copy(source, moved)
+    moved_file = write(moved, settings={"env.reward": "mine.py:reward"})
+    assert [run.key for run in read_plan(moved_file, out=None, quick=False).runs] == before
     source.write_text("def reward(prompt, completion): return 1.0\n", encoding="utf-8")
     assert not set(keys()) & set(before)
 

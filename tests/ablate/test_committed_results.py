@@ -78,9 +78,8 @@ def test_every_figure_of_the_page_and_the_table_is_in_the_results(name: str) -> 
     known = {shown(row) for row in [*results["means"], *results["differences"]]}
     section = re.search(rf"^### `{name}`$(.*?)(?=^###? |\Z)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert section is not None
-    quoted = figures(section[1])
-    if len(results["seeds"]) > 1:
-        assert len(quoted) > 5
+    quoted = figures(section[1]) if len(results["seeds"]) > 1 else re.findall(r"(?<![\w.])-?\d+\.\d+", section[1])
+    assert len(quoted) > 5
     assert [figure for figure in quoted if figure not in known] == []
     assert [figure for figure in figures((RESULTS / name / "table.md").read_text(encoding="utf-8")) if figure not in known] == []
 
@@ -90,7 +89,7 @@ def test_tables_on_the_page_are_those_of_the_results(name: str) -> None:
     table = (RESULTS / name / "table.md").read_text(encoding="utf-8")
     section = PAGE.read_text(encoding="utf-8").split(f"### `{name}`")[1].split("\n###")[0]
     rows = [line for line in section.splitlines() if line.startswith("|") and not re.fullmatch(r"[| -]+", line)]
-    assert len(rows) > 4
+    assert len(rows) > 2
     assert [row for row in rows if row not in table.splitlines()] == []
 
 
