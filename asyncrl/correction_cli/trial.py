@@ -10,7 +10,7 @@ from torch import Tensor
 
 from asyncrl.correction.batch import CorrectionBatch
 from asyncrl.correction.buckets import EXACT_BUCKETS
-from asyncrl.correction.rejection import bound_at, outside
+from asyncrl.correction.rejection import outside_ratios
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import apply
 from asyncrl.errors import ConfigError
@@ -104,14 +104,14 @@ class _Cut:
 
 def _cut(batch: CorrectionBatch, correction: Correction) -> _Cut:
     weighed, mask = apply(batch, correction), batch.loss_mask
-    corrected, ratio = weighed.corrected, weighed.ratio
-    beyond = {kind: outside(ratio, low=bound_at(low, batch), high=bound_at(high, batch))[mask] for kind, low, high in (
-        ("truncate", correction.truncate_low, correction.truncate_high), ("mask", correction.mask_low, correction.mask_high))}
+    corrected, log_ratio = weighed.corrected, weighed.level_log_ratio
+    truncated = outside_ratios(log_ratio, low=correction.truncate_low, high=correction.truncate_high, batch=batch)[mask]
+    masked = outside_ratios(log_ratio, low=correction.mask_low, high=correction.mask_high, batch=batch)[mask]
     kept = corrected.keep_mask[mask]
     sequence = torch.arange(len(batch.group_ids)).repeat_interleave(batch.cu_seqlens.diff(), output_size=len(mask))[mask]
     lengths = torch.bincount(sequence, minlength=len(batch.group_ids))
     left = torch.bincount(sequence[kept], minlength=len(batch.group_ids))
-    return _Cut(kept=kept, truncated=beyond["truncate"] & kept, masked=beyond["mask"], weights=corrected.weights[mask].double(),
+    return _Cut(kept=kept, truncated=truncated & kept, masked=masked, weights=corrected.weights[mask].double(),
                 gaps=(batch.proximal_logprobs - batch.rollout_logprobs)[mask].double().abs(),
                 staleness=(batch.version - batch.policy_versions[mask]).clamp(max=EXACT_BUCKETS + 1), lengths=lengths[sequence],
                 sequences=int((lengths > 0).sum()), dropped=int(((lengths > 0) & (left == 0)).sum()),
