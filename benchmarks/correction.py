@@ -220,6 +220,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("ours",), help="without the peers; nothing is written")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch, in every process (default: all cores)")
     options = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
+        # torch's own setting leaves OpenMP's team as it is, and some operations ask that
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_NUM_THREADS": str(options.threads)})
     torch.set_num_threads(options.threads)
     arrays, lengths = draw()
     result: dict[str, Any] = {
