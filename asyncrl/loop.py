@@ -343,7 +343,8 @@ class Run:
         metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens)
         for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics(), self.prompts.metrics()):
             metrics.merge(part)
-        return metrics.result()
+        found = metrics.result()
+        return found | self._meter.split(found)
 
     async def _supervised(self, part: Coroutine[Any, Any, None]) -> None:
         try:

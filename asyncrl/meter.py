@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from asyncrl.clock import now_s
@@ -21,6 +21,7 @@ class Meter:
         self._at_s = now_s()
         self._busy_s = router.busy_s()
         self._aside_s = self._aside_busy_s = 0.0
+        self._mismatch: float | None = None
 
     def scored(self, rollout: Rollout) -> None:
         """A rollout is finished, whatever becomes of it."""
@@ -35,6 +36,17 @@ class Meter:
         """The parity probe ran: mismatch at equal version, apart from staleness."""
         self._metrics.last("probe/gap/mean", parity.mean_abs)
         self._metrics.last("probe/gap/max", parity.max_abs)
+        self._mismatch = parity.mean_abs
+
+    def split(self, step: Mapping[str, float]) -> dict[str, float]:
+        """The gap of a step's batch in two, by the newest probe: its own-version tokens have the mismatch alone, the rest is drift.
+
+        Also where every token is stale, and the batch has no tokens of its own to tell.
+        """
+        gap = step.get("correction/logprob_gap/mean")
+        if gap is None or self._mismatch is None:
+            return {}
+        return {"correction/gap_by_mismatch_probe/value": self._mismatch, "correction/gap_by_drift_probe/value": gap - self._mismatch}
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.clock import now_s, run_virtual
 from asyncrl.meter import Meter
+from asyncrl.rollout.probe import Parity
 from tests.buffer.buffer_fakes import rollout
 
 
@@ -37,3 +38,16 @@ def test_an_evaluation_counts_neither_as_work_nor_as_waiting():
     assert first["engine/wait_frac/last"] == pytest.approx(0.0)
     assert second["train/period_s/last"] == pytest.approx(2.0)
     assert second["engine/wait_frac/last"] == pytest.approx(0.0)
+
+
+def test_the_newest_probe_splits_the_gap_of_a_batch():
+    async def main():
+        meter = Meter(Engines())  # type: ignore[arg-type]
+        step = {"correction/logprob_gap/mean": 0.5}
+        before = meter.split(step)
+        for gap in (0.3, 0.2):
+            meter.probed(Parity(mean_abs=gap, max_abs=gap, mean_signed=0.0, num_tokens=1))
+        return before, meter.split(step), meter.split({})
+    before, split, unmeasured = run_virtual(main())
+    assert before == unmeasured == {}
+    assert split == {"correction/gap_by_mismatch_probe/value": 0.2, "correction/gap_by_drift_probe/value": 0.3}
