@@ -63,7 +63,7 @@ WEIGHTS = [
     case("normalised_and_rejected", "correction", weights_of(NORMALISED_AND_REJECTED),
          settings={"rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_rs": "token_k2", "rollout_rs_threshold": "0.1"},
          as_theirs=lambda scene, _: weights_of(Correction(truncate_high=2.0, normalize="token"))(scene),
-         difference="verl normalises weights before it rejects, over rejected tokens too; ours over what the denominator counts"),
+         difference="verl leaves the normalised weights of rejected tokens standing, for its mask to hide; ours are 0 there"),
 ]
 
 REJECTION = [
