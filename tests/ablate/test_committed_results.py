@@ -97,3 +97,10 @@ def test_tables_on_the_page_are_those_of_the_results(name: str) -> None:
 def test_the_pictures_are_there(name: str) -> None:
     pictures = {path.stem for path in (RESULTS / name).glob("*.png")}
     assert pictures == {"curves", *(re.sub(r"\W+", "_", report.lower()) for report in results_of(name)["report"])}
+
+
+def test_the_readme_quotes_what_is_there() -> None:
+    (row,) = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "docs/ablations.md#" in line]
+    known = {shown(one) for one in results_of("staleness")["differences"] if one["point"]["lag"] == "8" and one["axis"] == "correction"
+             and one["point"]["correction"] == "decoupled + token TIS" and one["report"] == "held-out reward"}
+    assert set(figures(row)) == known
