@@ -10,6 +10,14 @@ from torch import Tensor
 from asyncrl.errors import NonFiniteError, ShapeError, StalenessError
 from asyncrl.metrics import Metrics
 
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Signed: a difference of unsigned offsets is never negative, whatever they are."""
+_DTYPES = {**dict.fromkeys(("rollout_logprobs", "proximal_logprobs", "advantages"), _FLOATS), "loss_mask": (torch.bool,)}
+_TENSORS = ("rollout_logprobs", "proximal_logprobs", "advantages", "loss_mask", "turn_ids", "policy_versions", "cu_seqlens", "group_ids")
+_GUESSED = {"proximal_logprobs": " of computed logprobs: log-linear ones are a guess, so no mismatch is measured on them and nothing is "
+                                 "rejected by them; use Correction(proximal='log_linear')"}
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CorrectionBatch:
@@ -38,29 +46,22 @@ class CorrectionBatch:
     """Policy version the step trains from."""
 
     def __post_init__(self) -> None:
-        for name in ("rollout_logprobs", "proximal_logprobs"):
-            if not isinstance(getattr(self, name), Tensor):
-                raise ShapeError(f"{name} is a {type(getattr(self, name)).__name__}, needs a tensor of computed logprobs: log-linear ones "
-                                 "are a guess, so no mismatch is measured on them and nothing is rejected by them; "
-                                 "use Correction(proximal='log_linear')")
+        for name in _TENSORS:
+            if not isinstance(value := getattr(self, name), Tensor):
+                raise ShapeError(f"{name} is a {type(value).__name__}, needs a tensor" + _GUESSED.get(name, ""))
         tokens, sequences = self.loss_mask.numel(), self.group_ids.numel()
-        lengths = dict.fromkeys(("rollout_logprobs", "proximal_logprobs", "advantages", "loss_mask", "turn_ids", "policy_versions"), tokens)
-        lengths |= {"group_ids": sequences, "cu_seqlens": sequences + 1}
+        lengths = dict.fromkeys(_TENSORS, tokens) | {"group_ids": sequences, "cu_seqlens": sequences + 1}
         for name, length in lengths.items():
             tensor = getattr(self, name)
             if tuple(tensor.shape) != (length,):
                 raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, needs ({length},): [T] like loss_mask, or [N] like group_ids")
             if tensor.device != self.loss_mask.device:
                 raise ShapeError(f"{name} is on {tensor.device}, loss_mask on {self.loss_mask.device}")
-        if self.loss_mask.dtype != torch.bool:
-            raise ShapeError(f"loss_mask is {self.loss_mask.dtype}, needs torch.bool")
-        for name in ("rollout_logprobs", "proximal_logprobs", "advantages"):
-            if not getattr(self, name).is_floating_point():
-                raise ShapeError(f"{name} is {getattr(self, name).dtype}, needs a floating dtype")
-        for name in ("turn_ids", "policy_versions", "cu_seqlens", "group_ids"):
-            dtype = getattr(self, name).dtype
-            if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-                raise ShapeError(f"{name} is {dtype}, needs an integer dtype")
+            allowed = _DTYPES.get(name, _INTEGERS)
+            if tensor.dtype not in allowed:
+                raise ShapeError(f"{name} is {tensor.dtype}, needs one of {', '.join(map(str, allowed))}")
+        if isinstance(self.version, bool) or not isinstance(self.version, int) or not 0 <= self.version < 2**31:
+            raise ShapeError(f"version is {self.version!r}, needs an integer from 0 on: steps behind the trainer's weights")
 
     def check(self) -> None:
         """Raise unless the values are usable. Waits for the device, so call it once a step.

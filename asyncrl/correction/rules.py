@@ -7,6 +7,7 @@ asked about the whole batch, and what any of them drops is dropped.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ Reduce = Literal["sum", "mean", "max", "min"]
 Drop = Literal["all", "away", "negative"]
 Bound = float | tuple[float, ...]
 """One bound for every token, or one for each staleness 0, 1, …, of which the last holds for all older tokens."""
+_NAME = re.compile(r"[A-Za-z0-9_]+")
 _RANGES = {**dict.fromkeys(("k2", "k3", "k3_reverse", "binary_kl", "binary_kl_rollout", "ratio_gap"), (0.0, math.inf)),
            "prob_difference": (-1.0, 1.0)}
 """Where a statistic lies that is not any number."""
@@ -65,6 +67,7 @@ class Bounds:
         if not self.name:
             parts = (self.level, "" if self.level == "token" else self.reduce, self.statistic, "" if self.drop == "all" else self.drop)
             object.__setattr__(self, "name", "_".join(filter(None, parts)))
+        require_name(self.name)
 
     def _check_bound(self, field: str) -> None:
         bound = getattr(self, field)
@@ -99,7 +102,8 @@ class SecondMoment:
 
     def __post_init__(self) -> None:
         require_one_of("correction.reject.form", self.form, allowed=("mask", "tau"))
-        if not 0.0 < self.limit < math.inf:
+        require_name(self.name)
+        if not is_number(self.limit) or not 0.0 < self.limit < math.inf:
             raise ConfigError("correction.reject.limit", value=self.limit, allowed="a finite number above 0",
                               remedy="The paper's is 0.04, a mean squared log-ratio.")
 
@@ -167,7 +171,7 @@ def require_bound(field: str, bound: Bound | None, *, is_ratio: bool, log_clamp:
     if isinstance(bound, tuple) and not bound:
         raise ConfigError(field, value=bound, allowed="a number, or one for each staleness", remedy="Give at least one number.")
     for number in numbers_of(bound):
-        if isinstance(number, bool) or not isinstance(number, int | float):
+        if not is_number(number):
             raise ConfigError(field, value=bound, allowed="a number, or a tuple of numbers, one for each staleness",
                               remedy="Write 2.0, or (2.0, 1.5, 1.2).")
         inside = math.exp(-log_clamp) < number < math.exp(min(log_clamp, 700.0)) if is_ratio else math.isfinite(number)
@@ -176,6 +180,17 @@ def require_bound(field: str, bound: Bound | None, *, is_ratio: bool, log_clamp:
                                 "Bounds are ratios, not log-ratios: 2.0 means twice as likely under the trainer.") if is_ratio
                                else ("a finite number", "Leave the bound out where there is none."))
             raise ConfigError(field, value=number, allowed=allowed, remedy=remedy)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that a float holds; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (isinstance(value, float) or abs(value) < 2**1000)
+
+
+def require_name(name: object) -> None:
+    """Raise ConfigError unless a rule can be called so in a metric."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError("correction.reject.name", value=name, allowed="letters, digits and _", remedy="It is part of a metric's name.")
 
 
 def numbers_of(bound: Bound | None) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.correction.rules import Bound, Bounds, Rule, SecondMoment, require_bound, require_one_of, require_order
+from asyncrl.correction.rules import Bound, Bounds, Rule, SecondMoment, is_number, require_bound, require_one_of, require_order
 from asyncrl.errors import ConfigError
 
 LOG_CLAMP = 20.0
@@ -57,7 +57,7 @@ class Correction:
             require_one_of(f"correction.{field}", getattr(self, field), allowed=allowed)
         if self.normalize is not None:
             require_one_of("correction.normalize", self.normalize, allowed=("token", "sequence"))
-        if not 0.0 < self.log_clamp <= 40.0:
+        if not is_number(self.log_clamp) or not 0.0 < self.log_clamp <= 40.0:
             raise ConfigError("correction.log_clamp", value=self.log_clamp, allowed="a number in (0, 40]",
                               remedy="Leave it at 20; above 40 a squared ratio overflows float32.")
         for field in ("truncate_low", "truncate_high", "mask_low", "mask_high"):

@@ -64,3 +64,13 @@ def test_versions_may_be_stored_in_fewer_bits_than_the_trainers_version_needs(pa
 
 def test_large_finite_values_whose_sum_overflows_are_accepted(packed: Make) -> None:
     packed(advantages=torch.full((9,), 3e38)).check()
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"cu_seqlens": torch.tensor([0, 4, 7, 9], dtype=torch.uint8)}, "cu_seqlens is torch.uint8"),
+    ({"advantages": [0.0] * 9}, "advantages is a list"), ({"loss_mask": None}, "loss_mask is a NoneType"),
+    ({"version": 3.5}, "version is 3.5"), ({"version": True}, "version is True"), ({"version": -1}, "version is -1"),
+    ({"version": NAN}, "version is nan"), ({"version": 2**70}, "version is")])
+def test_what_is_no_tensor_no_signed_offset_or_no_version_is_refused(packed: Make, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        packed(**changes)

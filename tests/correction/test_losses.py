@@ -187,3 +187,9 @@ def test_the_entropy_bonus_raises_the_entropy_of_kept_tokens() -> None:
     close(bonus, [-0.05, 0.0])
     bonus.sum().backward()
     close(entropy.grad, [-0.1, 0.0])
+
+
+@pytest.mark.parametrize(("entropy", "mask", "coefficient"), [([3.0, 1.0], [True], 0.1), ([3.0], [True], NAN), ([3.0], [True], -0.1)])
+def test_an_entropy_bonus_of_other_shapes_or_signs_is_refused(entropy: list[float], mask: list[bool], coefficient: float) -> None:
+    with pytest.raises((ShapeError, ConfigError)):
+        entropy_bonus(torch.tensor(entropy), keep_mask=torch.tensor(mask), coefficient=coefficient)

@@ -3,10 +3,10 @@ import math
 import pytest
 import torch
 
-from asyncrl.correction import Correction, CorrectionBatch, correct, weigh
+from asyncrl.correction import Correction, CorrectionBatch, LossInputs, correct, weigh
 from asyncrl.correction.losses import decoupled_ppo
 from asyncrl.correction.proximal import linear_in_probability, log_linear, log_linear_alpha
-from asyncrl.errors import ShapeError
+from asyncrl.errors import ConfigError, ShapeError
 from tests.correction.loss_inputs import loss_inputs
 
 TIS = Correction(proximal="log_linear", truncate_high=2.0)
@@ -79,3 +79,9 @@ def _batch(proximal: object) -> CorrectionBatch:
     return CorrectionBatch(rollout_logprobs=torch.tensor([-1.1, -0.4]), proximal_logprobs=proximal, advantages=torch.ones(2),
                            loss_mask=torch.tensor([True, True]), turn_ids=torch.zeros(2, dtype=torch.int16),
                            policy_versions=torch.tensor([3, 5]), cu_seqlens=torch.tensor([0, 2]), group_ids=torch.tensor([0]), version=5)
+
+
+def test_losses_do_not_take_the_unknown_weights_of_a_guess_for_ones() -> None:
+    batch = _batch(torch.tensor([-1.0, -0.5]))
+    with pytest.raises(ConfigError, match=r"proximal\.log_linear"):
+        LossInputs.of(batch, correct(batch, TIS))

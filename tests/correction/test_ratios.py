@@ -67,3 +67,8 @@ def test_unequal_shapes_and_integer_masks_are_refused() -> None:
         masked_log_ratio(torch.zeros(2), sampled_logprobs=torch.zeros(3), mask=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ShapeError, match=r"torch.int64"):
         masked_log_ratio(torch.zeros(2), sampled_logprobs=torch.zeros(2), mask=torch.ones(2, dtype=torch.int64))
+
+
+def test_k3_is_held_where_it_would_overflow_and_not_far_below() -> None:
+    log_ratio = torch.tensor([-200.0, -30.0, 200.0, -math.inf], dtype=torch.float64)
+    torch.testing.assert_close(kl_k3(log_ratio), torch.tensor([199.0, 29.0, math.expm1(20.0) - 20.0, math.inf], dtype=torch.float64))

@@ -191,3 +191,12 @@ def test_neither_order_nor_split_changes_a_token() -> None:
     part = torch.tensor([4, 1, 5])
     share = loss_inputs(torch.zeros(3, dtype=DOUBLE), rollout_logprobs=rollout[part])
     assert torch.equal(reference_kl(logprobs[part], ref_logprobs=reference[part], inputs=share, coefficient=1.0), whole[part])
+
+
+def test_the_forward_kl_goes_on_pulling_where_nothing_overflows() -> None:
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    losses = reference_kl(logprobs, ref_logprobs=torch.tensor([-22.0, -101.0], dtype=torch.float64),
+                          inputs=loss_inputs(torch.ones(2, dtype=torch.float64)), coefficient=1.0, estimator="k3_forward")
+    losses.sum().backward()
+    torch.testing.assert_close(losses.detach(), torch.tensor([20.0, 99.0], dtype=torch.float64))
+    torch.testing.assert_close(logprobs.grad, torch.ones(2, dtype=torch.float64))

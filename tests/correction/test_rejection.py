@@ -172,3 +172,23 @@ def test_sequences_may_stand_in_any_order(seed: int, rule: Rule) -> None:
     order = rng.permutation(5)
     moved = kept(rule, batch_of([rows[n] for n in order], advantages=[advantages[n] for n in order], turns=[turns[n] for n in order]))
     assert moved == [plain[t] for n in order for t in range(starts[n], starts[n + 1])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [1.2, 2.0, 3.0, 5.0])
+def test_a_ratio_that_is_its_bound_is_inside_wherever_the_bound_is_written(bound: float, dtype: torch.dtype) -> None:
+    log_ratio = torch.tensor([bound, 1.0 / bound], dtype=dtype).log()
+    batch = batch_of([log_ratio.double().tolist()])
+    zeros = torch.zeros(2, dtype=dtype)
+    exact = CorrectionBatch(**{name: getattr(batch, name) for name in batch.__dataclass_fields__}
+                            | {"rollout_logprobs": zeros, "proximal_logprobs": log_ratio, "advantages": zeros})
+    decisions = [weigh(exact, correction).keep_mask.tolist() for correction in (
+        Correction(mask_high=bound), Correction(mask_high=(bound,)), Correction(reject=(Bounds(statistic="ratio", high=bound),)),
+        Correction(reject=(Bounds(statistic="ratio", high=(bound, bound)),)))]
+    assert decisions == [decisions[0]] * 4
+    assert decisions[0][1]
+
+
+def test_the_most_off_policy_tokens_are_beyond_a_bound_on_k3() -> None:
+    assert kept(Bounds(statistic="k3", high=100.0), batch_of([[-200.0, -30.0]])) == [False, True]
+    assert kept(Bounds(statistic="k3", level="sequence", reduce="sum", high=25.0), batch_of([[-30.0], [-20.0]])) == [False, True]

@@ -85,3 +85,31 @@ def test_a_log_linear_ratio_judges_nothing(field: str, value: object) -> None:
     (Correction(denominator="kept"), False)])
 def test_only_what_looks_at_one_token_may_run_on_a_slice(correction: Correction, is_local: bool) -> None:
     assert correction.is_token_local is is_local
+
+
+@pytest.mark.parametrize(("fields", "field"), [
+    ({"statistic": "k2", "high": -1.0}, "correction.reject.high, correction.reject.statistic"),
+    ({"statistic": "prob_difference", "high": 3.0}, "correction.reject.high, correction.reject.statistic"),
+    ({"statistic": "k1", "reduce": "sum", "high": 1.0}, "correction.reject.reduce, correction.reject.level"),
+    ({"statistic": "k3", "high": 10**400}, "correction.reject.high"), ({"statistic": "k3", "high": "2"}, "correction.reject.high"),
+    ({"statistic": "k3", "high": [2.0]}, "correction.reject.high"), ({"statistic": "k3", "high": 1.0, "name": 3}, "correction.reject.name"),
+    ({"statistic": "k3", "high": 1.0, "name": "a/b"}, "correction.reject.name")])
+def test_bounds_nothing_can_reach_and_settings_nobody_reads_are_refused(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Bounds(**fields)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("fields", "field"), [
+    ({"reduce": "mean"}, "correction.reduce, correction.level"), ({"truncate_high": "2"}, "correction.truncate_high"),
+    ({"truncate_high": [1.0, 2.0]}, "correction.truncate_high"), ({"reject": veto()}, "correction.reject"),
+    ({"reject": [veto()]}, "correction.reject"), ({"log_clamp": "a"}, "correction.log_clamp"), ({"log_clamp": True}, "correction.log_clamp")])
+def test_corrections_of_wrong_types_are_refused_by_name(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Correction(**fields)
+    assert caught.value.field == field
+
+
+def test_two_rules_of_one_statistic_differ_by_what_they_drop() -> None:
+    away, negative = Bounds(statistic="ratio", high=5.0, drop="away"), Bounds(statistic="ratio", low=0.1, drop="negative")
+    assert [rule.name for rule in Correction(reject=(away, negative)).reject] == ["token_ratio_away", "token_ratio_negative"]

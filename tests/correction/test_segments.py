@@ -4,7 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.correction.aggregate import count
 from asyncrl.correction.segments import Segments
+from asyncrl.errors import ShapeError
 
 NAN = float("nan")
 MASK = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0], dtype=torch.bool)
@@ -62,3 +64,10 @@ def test_float32_sums_are_accumulated_in_float64() -> None:
     values = torch.full((100_000,), 0.1)
     total = Segments.of_sequences(torch.ones(100_000, dtype=torch.bool), cu_seqlens=torch.tensor([0, 100_000])).sum(values)
     assert total.item() == pytest.approx(100_000 * float(np.float32(0.1)), rel=1e-12)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 9], []])
+def test_offsets_that_do_not_end_at_the_last_token_are_refused(offsets: list[int]) -> None:
+    for make in (Segments.of_sequences, count):
+        with pytest.raises(ShapeError, match="cu_seqlens must be"):
+            make(MASK, cu_seqlens=torch.tensor(offsets, dtype=torch.int64))

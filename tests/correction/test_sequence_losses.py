@@ -120,3 +120,11 @@ def test_settings_outside_their_range_are_refused() -> None:
     for clip in ({"log_clip_low": -0.1}, {"log_clip_high": float("inf")}, {"log_clip_low": float("nan")}):
         with pytest.raises(ConfigError, match=r"loss\.log_clip_low, loss\.log_clip_high"):
             gmpo(logprobs, inputs=inputs, **clip)
+
+
+@pytest.mark.parametrize("loss", [gspo, gmpo])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_broken_logprob_gives_no_finite_gradient(loss, value) -> None:
+    logprobs = torch.tensor([value, -1.0, -2.0], requires_grad=True)
+    loss(logprobs, inputs=loss_inputs(torch.ones(3), rollout_logprobs=torch.full((3,), -1.0))).losses.sum().backward()
+    assert logprobs.grad[0].isnan()
