@@ -173,7 +173,7 @@ def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _correction(options: argparse.Namespace) -> int:
-    print(encodable(options.act(options), sys.stdout.encoding or "utf-8"))
+    print(encodable(options.act(options), getattr(sys.stdout, "encoding", None) or "utf-8"))  # no stream at all where it was closed
     return EXIT_OK
 
 

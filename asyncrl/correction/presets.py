@@ -32,7 +32,7 @@ def presets() -> tuple[str, ...]:
 def preset(name: str) -> Preset:
     """The named correction. Raises ConfigError for an unknown name, with the nearest known one."""
     if name not in _PRESETS:
-        nearest = difflib.get_close_matches(str(name), _PRESETS, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(str(name).casefold(), _PRESETS, n=1, cutoff=0.0)[0]
         project = nearest.rpartition("/")[0]
         beside = [known for known in _PRESETS if known.rpartition("/")[0] == project]
         raise ConfigError("correction", value=name, allowed=f"a preset, such as {', '.join(beside)}, or a Correction",

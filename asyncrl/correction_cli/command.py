@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from asyncrl.observe.watch import find_run
 from asyncrl.paths import recorded_batches
 
 if TYPE_CHECKING:
+    from asyncrl.correction.batch import CorrectionBatch
     from asyncrl.correction_cli.trial import Share, Trial
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -40,21 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _try(options: argparse.Namespace) -> str:
     known, files, picture = preset(options.preset), _files(options.data), _picture(options.plot)
-    from asyncrl.correction_cli.picture import plot_trial
     from asyncrl.correction_cli.trial import attempt
-    from asyncrl.train.recorded import load_recorded
 
-    trial = attempt([load_recorded(file) for file in files], known)
+    trial = attempt([_batch(file) for file in files], known)
     if not trial.whole.tokens:
         raise ConfigError("RUN_OR_NPZ", value=options.data, allowed="batches with loss tokens", remedy="loss_mask is False everywhere.")
     if picture is not None:
-        plot_trial(picture, trial, title=f"{known.name} on {options.data}")
-    return json.dumps(_tree(trial, preset_name=known.name, files=files), indent=2) if options.json else _text(trial, name=known.name)
+        _draw(picture, trial, title=f"{known.name} on {options.data}")
+    if options.json:
+        return json.dumps(_tree(trial, preset_name=known.name, files=files), indent=2, allow_nan=False)
+    return _text(trial, name=known.name)
 
 
 def _files(data: str) -> list[Path]:
     """The file, or what a run has recorded, oldest first."""
-    if Path(data).is_file():
+    if os.path.isfile(data):
         return [Path(data)]
     if Path(data).suffix == ".npz":
         raise ConfigError("RUN_OR_NPZ", value=data, allowed="an .npz file that is there, or a run", remedy="Check the path.")
@@ -66,14 +68,50 @@ def _files(data: str) -> list[Path]:
     return files
 
 
+def _batch(file: Path) -> CorrectionBatch:
+    """A recorded batch that figures can be made of."""
+    from asyncrl.correction_cli.trial import has_finite_sums
+    from asyncrl.train.recorded import load_recorded
+
+    batch = load_recorded(file)
+    if not has_finite_sums(batch):
+        raise ConfigError("NPZ", value=str(file), allowed="logprobs whose log ratios add up to a finite number in their dtype",
+                          remedy="No model gives logprobs of this size: look at how rollout_logprobs and proximal_logprobs were written.")
+    return batch
+
+
 def _picture(place: str | None) -> Path | None:
+    """Where to draw, tried before anything is computed. Only opening tells: a folder may refuse files that its mode allows."""
     if place is None:
         return None
-    path = Path(place)
-    if path.suffix not in _PICTURES or not path.parent.is_dir():
-        raise ConfigError("--plot", value=place, allowed=f"a file that ends in {', '.join(_PICTURES)}, in a folder that is there",
-                          remedy="Choose such a place.")
-    return path
+    if os.path.splitext(place)[1] not in _PICTURES:
+        raise _no_picture(place, f"Choose a name such as trial{_PICTURES[0]}")
+    if os.path.exists(place) and not os.path.isfile(place):
+        raise _no_picture(place, "Something else than a file is there")
+    target = os.path.realpath(place)
+    there = os.path.exists(target)
+    try:
+        with open(target, "ab"):
+            pass
+        if not there:
+            os.unlink(target)
+    except OSError as error:
+        raise _no_picture(place, error.strerror or str(error)) from error
+    return Path(place)
+
+
+def _draw(path: Path, trial: Trial, *, title: str) -> None:
+    from asyncrl.correction_cli.picture import plot_trial
+
+    try:
+        plot_trial(path, trial, title=title)
+    except OSError as error:
+        raise _no_picture(str(path), error.strerror or str(error)) from error
+
+
+def _no_picture(place: str, why: str) -> ConfigError:
+    return ConfigError("--plot", value=place, allowed=f"a file that ends in {', '.join(_PICTURES)} and can be written",
+                       remedy=f"{why}. Choose another place.")
 
 
 def _text(trial: Trial, *, name: str) -> str:

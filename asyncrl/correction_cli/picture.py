@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _FATES = (("kept", "#2a6f97"), ("truncated", "#89c2d9"), ("masked", "#f4a261"), ("rejected", "#d62828"))
+_TITLE = 100
+"""Letters in the width of the figure."""
 
 
 def plot_trial(path: Path, trial: Trial, *, title: str) -> None:
-    """Write stacked shares of kept, truncated, masked and rejected tokens, by staleness and by length."""
+    """Write stacked shares of kept, truncated, masked and rejected tokens, by staleness and by length; the title may be any text."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
@@ -24,9 +27,17 @@ def plot_trial(path: Path, trial: Trial, *, title: str) -> None:
     _bars(lengths, {length_label(bucket): share for bucket, share in trial.by_length.items()})
     ages.set(xlabel="staleness, steps", ylabel="share of loss tokens")
     lengths.set(xlabel="loss tokens of the sequence")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title), parse_math=False)
     figure.legend(*ages.get_legend_handles_labels(), loc="outside lower center", ncols=len(_FATES), fontsize="small")
-    figure.savefig(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of a name in a script the font lacks: boxes stand for it
+        figure.savefig(path)
+
+
+def drawable(text: str) -> str:
+    """On one line that fits, both ends of a long text; what is no character to print is written as its escape."""
+    line = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    return line if len(line) <= _TITLE else f"{line[:_TITLE // 2]}…{line[-(_TITLE // 2 - 1):]}"
 
 
 def age_label(age: int) -> str:

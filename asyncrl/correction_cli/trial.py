@@ -60,6 +60,11 @@ class Trial:
     """Tokens that each rule drops, whatever else drops them."""
 
 
+def has_finite_sums(batch: CorrectionBatch) -> bool:
+    """Whether no sum of log ratios over loss tokens, of a turn, a sequence or all, can overflow in their dtype."""
+    return bool(torch.isfinite((batch.proximal_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs().sum()))
+
+
 def attempt(batches: Sequence[CorrectionBatch], correction: Correction) -> Trial:
     """Correct each batch as a step of its own. Raises ConfigError for a correction whose weights recorded data do not determine."""
     if correction.proximal == "log_linear":

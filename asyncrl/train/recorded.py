@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import lzma
 import os
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -29,8 +30,9 @@ _PER_TOKEN = ("rollout_logprobs", "proximal_logprobs", "advantages", "loss_mask"
 _KINDS = {"rollout_logprobs": "f", "proximal_logprobs": "f", "advantages": "f", "loss_mask": "b"}
 _KIND_NAMES = {"f": "a floating dtype", "b": "bool", "iu": "an integer dtype"}
 _BROKEN = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, ValueError, EOFError, NotImplementedError, RuntimeError,
-           SyntaxError, KeyError, MemoryError)
-"""What reading raises of a file that is not what it seems: cut off, garbage, encrypted, in an unknown compression, of nonsense."""
+           SyntaxError, tokenize.TokenError, LookupError, TypeError, ArithmeticError, MemoryError)
+"""What reading raises of a file that is not what it seems: cut off, garbage, encrypted, in an unknown compression, a header of
+nonsense."""
 
 
 def save_recorded(batch: CorrectionBatch, path: Path) -> None:

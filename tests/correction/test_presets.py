@@ -151,7 +151,8 @@ def test_presets_have_the_bounds_of_their_papers() -> None:
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("token_tsi", "token_tis"), ("areal/decopled", "areal/decoupled"),
-                                               ("openrlhf/seq-mask-tis", "openrlhf/seq_mask_tis")])
+                                               ("openrlhf/seq-mask-tis", "openrlhf/seq_mask_tis"),
+                                               *((name.upper(), name) for name in presets())])
 def test_unknown_preset_names_its_nearest_neighbour(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'") as caught:
         preset(name)

@@ -124,6 +124,18 @@ def test_what_is_no_npz_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "cannot be read as .npz" in refusal(tmp_path / "batch.npz")
 
 
+@pytest.mark.parametrize("header", [
+    "(" * 3000, "(" * 150, "[" * 9000, "-" * 9000, "'", '"""', "{'descr': '<f4', ", "{[]: 1}", "{1: 2, 'a': 3}", "1e999",
+    *(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}" for descr, shape in [
+        ("()", "(5,)"), ("[()]", "(5,)"), ("[1]", "(5,)"), ("('f4',)", "(5,)"), ("('f4', 5, 6)", "(5,)"), ("{}", "(5,)"),
+        ("{'names': 1}", "(5,)"), ("'f4, ('", "(5,)"), ("'O'", "(5,)"), ("'<f4'", "(-5,)"), ("'<f4'", f"({10**40},)"),
+        ("'<f4'", "(True,)"), ("'<f4'", "5")])])
+def test_an_array_whose_header_is_nonsense_is_refused(tmp_path: Path, header: str) -> None:
+    with zipfile.ZipFile(written(tmp_path / "batch.npz", advantages=None), "a") as file:
+        file.writestr("advantages.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(20))
+    refusal(tmp_path / "batch.npz")
+
+
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none.npz") == "there is no such file."
 
