@@ -103,7 +103,8 @@ def test_bounds_nothing_can_reach_and_settings_nobody_reads_are_refused(fields: 
 @pytest.mark.parametrize(("fields", "field"), [
     ({"reduce": "mean"}, "correction.reduce, correction.level"), ({"truncate_high": "2"}, "correction.truncate_high"),
     ({"truncate_high": [1.0, 2.0]}, "correction.truncate_high"), ({"reject": veto()}, "correction.reject"),
-    ({"reject": [veto()]}, "correction.reject"), ({"log_clamp": "a"}, "correction.log_clamp"), ({"log_clamp": True}, "correction.log_clamp")])
+    ({"reject": [veto()]}, "correction.reject"), ({"log_clamp": "a"}, "correction.log_clamp"),
+    ({"log_clamp": True}, "correction.log_clamp")])
 def test_corrections_of_wrong_types_are_refused_by_name(fields: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Correction(**fields)

@@ -65,15 +65,16 @@ def plain_step(folder: Path, batch: Batch, how: PlainStep) -> PlainResult:
         for row in rows:
             row.proximal = _logprobs(lm, row).detach()
     result = PlainResult(gradients=[], weights=dict(lm.named_parameters()), losses=[])
-    shares = _minibatches(groups, how.minibatches_per_step) * how.epochs
-    for update, rows in enumerate(shares):
+    shares, applied = _minibatches(groups, how.minibatches_per_step) * how.epochs, 0
+    for rows in shares:
         optimizer.zero_grad()
-        loss = _loss(lm, rows, how, clock=(batch.version, batch.version + update / len(shares)))
+        loss = _loss(lm, rows, how, clock=(batch.version, batch.version + applied / len(shares)))
         loss.backward()
         result.losses.append(float(loss.detach()))
         result.gradients.append({name: parameter.grad.clone() for name, parameter in lm.named_parameters()})
         if float(torch.nn.utils.clip_grad_norm_(lm.parameters(), how.max_grad_norm)) > 0.0:
             optimizer.step()
+            applied += 1
     return result
 
 
