@@ -1,7 +1,7 @@
-"""Policy losses that have a curve of ours: decoupled PPO, PPO, REINFORCE. Per token; `aggregate` makes one number of them.
+"""Policy losses per token; `aggregate` makes one number of them. Decoupled PPO and PPO have curves of ours (docs/ablations.md).
 
-Each reads the current logprobs and what is frozen. `sequence_losses.py` and `catalog.py` have the others, made of the same two forms:
-`clipped_surrogate` and `weighted_score`.
+REINFORCE and importance sampling have none: they stand here as the two forms that the losses of `sequence_losses.py` and `catalog.py`
+are made of too, `weighted_score` and `clipped_surrogate`. Each reads the current logprobs and what is frozen.
 """
 
 from __future__ import annotations

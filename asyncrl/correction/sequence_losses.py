@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is one number for a whole sequence: GSPO, GSPO-token, GMPO.
+"""Policy losses whose ratio is one number for a whole sequence: GSPO, GSPO-token, GMPO. Like those of the catalog, without a curve of ours.
 
 Every token holds the loss of its sequence, so `aggregate(mode="seq_mean_token_mean")` gives the papers' objective, value and gradient;
 token_mean weighs a sequence by its length. Means are over the tokens of `keep_mask`: a dropped token says nothing about its sequence.
