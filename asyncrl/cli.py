@@ -157,11 +157,14 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ablate(options: argparse.Namespace) -> int:
-    plan = read_plan(options.file, out=options.out, quick=options.quick)
+    plan = read_plan(options.file, out=options.out, quick=options.quick, jobs=options.jobs)
     if options.dry_run:
         print(describe_ablation(plan))
         return EXIT_OK
-    return EXIT_OK if ablate(plan, jobs=options.jobs, tell=functools.partial(print, flush=True)) else EXIT_FAILED
+    try:
+        return EXIT_OK if ablate(plan, tell=functools.partial(print, flush=True)) else EXIT_FAILED
+    except Interrupted as end:
+        return _told(str(end), 128 + end.signum)
 
 
 def _ablate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from asyncrl.paths import remove_shared_folders
 _STDERR = 2
 _ONE_REQUEST_S = 0.5
 """`timeout` and some schedulers signal the process and then its group: twice is once."""
+_ENDING = "ending; a step under way is finished and saved. Once more ends it at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,11 +28,12 @@ class Interrupted(Exception):
         super().__init__(f"ended by {signal.Signals(signum).name}")
 
 
-def run_interruptibly(work: Coroutine[Any, Any, object]) -> None:
+def run_interruptibly(work: Coroutine[Any, Any, object], *, said: str = _ENDING) -> None:
     """Run `work` in an event loop of its own, in the main thread. Raises Interrupted when a signal ended it.
 
     The first signal cancels `work`, which may take its time to end well. A second one, after a moment, ends the process at once:
-    children die with it, its shared memory is freed, the exit code is 128 + the signal's number.
+    children die with it, its shared memory is freed, the exit code is 128 + the signal's number. What is `said` at the first is on
+    standard error.
     """
     received: list[tuple[int, float]] = []
 
@@ -48,7 +50,7 @@ def run_interruptibly(work: Coroutine[Any, Any, object]) -> None:
             received.append((signum, time.monotonic()))
             # Written past Python's buffers, whose lock the interrupted code may hold; a closed one is nobody's to read.
             with contextlib.suppress(OSError):
-                os.write(_STDERR, b"asyncrl: ending; a step under way is finished and saved. Once more ends it at once\n")
+                os.write(_STDERR, f"asyncrl: {said}\n".encode())
             loop.call_soon_threadsafe(task.cancel)
 
         before = {signum: signal.signal(signum, on_signal) for signum in _SIGNALS}

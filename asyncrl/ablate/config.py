@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -20,6 +24,12 @@ Name = Annotated[str, Field(min_length=1)]
 
 _OWN = MappingProxyType({"run.name": "the ablation names its runs", "run.folder": "use --out", "run.steps": "use `steps`"})
 """Settings that the ablation itself makes, and what to do instead."""
+CURVES = "curves"
+"""The picture of the curve; those of the report have names of their own."""
+_MOST_PICTURE_BYTES = 200
+"""Of a picture's name; file systems take 255."""
+_NO_TEXT = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories that no table, picture or file name can hold: control characters, halves of a pair, ends of a line."""
 
 
 class Values(Section):
@@ -73,7 +83,7 @@ class Quick(Section):
     """None: as many as otherwise."""
     seeds: tuple[Seed, ...] | None = Field(default=None, min_length=1)
     """None: the same."""
-    axes: dict[Name, list[str]] = Field(default_factory=dict)
+    axes: dict[Name, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
     """Labels of the points that stay; of an axis that is not named, all do."""
     settings: dict[Name, Any] = Field(default_factory=dict)
     """Over those of the ablation."""
@@ -112,7 +122,10 @@ class Ablation(Section):
     @model_validator(mode="after")
     def _names_lead_somewhere(self) -> Ablation:
         for name, axis in self.axes.items():
-            _require_distinct(f"axes.{name}", [label_of(value) for value in axis.values] if isinstance(axis, Values) else list(axis.points))
+            labels = [label_of(value) for value in axis.values] if isinstance(axis, Values) else list(axis.points)
+            _require_distinct(f"axes.{name}", labels)
+            _require_text("axes", [name])
+            _require_text(f"axes.{name}", labels)
         _require_distinct("seeds", list(self.seeds))
         if self.over is not None:
             _require_known("over", self.over, self.axes)
@@ -122,8 +135,24 @@ class Ablation(Section):
         for axis, labels in (self.quick.axes if self.quick else {}).items():
             _require_known("quick.axes", axis, self.axes)
             _require_distinct(f"quick.axes.{axis}", labels)
+            known = self.axes[axis].settings
             for label in labels:
-                _require_known(f"quick.axes.{axis}", label, self.axes[axis].settings)
+                _require_known(f"quick.axes.{axis}", label, known)
+        return self
+
+    @model_validator(mode="after")
+    def _each_number_has_a_picture_of_its_own(self) -> Ablation:
+        _require_text("report", self.report)
+        owners = {CURVES: "the curve"}
+        for report in self.report:
+            name = picture_of(report)
+            if not 0 < len(name.encode()) <= _MOST_PICTURE_BYTES:
+                raise ConfigError("report", value=report, remedy="Its picture is called after it; choose another.",
+                                  allowed=f"a name with letters or digits, of at most {_MOST_PICTURE_BYTES} bytes")
+            if name in owners:
+                raise ConfigError("report", value=report, allowed=f"a name whose picture, {name}.png, is not that of {owners[name]}",
+                                  remedy="Names differ here by their letters, of either case, and digits alone; choose another.")
+            owners[name] = repr(report)
         return self
 
     @model_validator(mode="after")
@@ -142,9 +171,22 @@ class Ablation(Section):
         places = {"settings": self.settings, "quick.settings": quick, "seed_keys": self.seed_keys, "axes": origins}
         for place, keys in places.items():
             for key in keys:
-                if key in _OWN and (place, key) != ("axes", "run.steps"):
-                    raise ConfigError(place, value=key, allowed="settings of a recipe that the ablation does not make",
-                                      remedy=f"{_OWN[key]}.")
+                _require_not_own(place, key)
+                if "settings" in place and key in self.seed_keys:
+                    raise ConfigError(f"{place}, seed_keys", value=key, allowed="a key in one of the two",
+                                      remedy="Every run gets its seed there; take it out of one.")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_set_can_be_written_down(self) -> Ablation:
+        quick = self.quick.settings if self.quick else {}
+        axes = {f"axes.{name}": axis.settings for name, axis in self.axes.items()}
+        for place, settings in ({"settings": self.settings, "quick.settings": quick} | axes).items():
+            try:
+                json.dumps(settings, allow_nan=False, ensure_ascii=False).encode()
+            except (TypeError, ValueError) as error:
+                raise ConfigError(place, value=settings, allowed="numbers that are finite, texts, true, false, null, lists and mappings",
+                                  remedy=f"results.json holds them: {error}.") from error
         return self
 
     def of_profile(self, *, quick: bool) -> Ablation:
@@ -186,9 +228,14 @@ def label_of(value: Scalar) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def picture_of(report: str) -> str:
+    """The name of a number's picture, without its suffix."""
+    return re.sub(r"[^\w]+", "_", report.lower()).strip("_")
+
+
 def _find(name_or_path: str | Path) -> Path:
     for path in (Path(name_or_path), Path(f"{name_or_path}.yaml")):
-        if path.is_file():
+        if os.path.isfile(path):  # unlike Path.is_file, also of a name that is too long for one
             return path
     names, name = ablation_names(), str(name_or_path).removesuffix(".yaml")
     if name in names:
@@ -202,6 +249,24 @@ def _require_known(field: str, name: str, known: Iterable[str]) -> None:
         raise ConfigError(field, value=name, allowed=f"one of {names}", remedy=nearest(name, names) or "Choose one of these.")
 
 
-def _require_distinct(field: str, names: Sequence[object]) -> None:
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+def _require_distinct(field: str, names: Iterable[Hashable]) -> None:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise ConfigError(field, value=twice[0], allowed="each once", remedy="Remove all but one.")
+
+
+def _require_text(field: str, names: Iterable[str]) -> None:
+    """Names that a table, a picture and a file can hold."""
+    for name in names:
+        if not name.strip() or any(unicodedata.category(character) in _NO_TEXT for character in name):
+            raise ConfigError(field, value=name, allowed="a name that is not empty and has no control characters or ends of lines",
+                              remedy="Tables and pictures show it; a value of that kind gets a name as one of `kind: points`.")
+
+
+def _require_not_own(place: str, key: str) -> None:
+    """A key that neither is, nor holds, nor lies in what the ablation makes; the steps may be an axis."""
+    for own, instead in _OWN.items():
+        if f"{key}.".startswith(f"{own}.") and (place, key) != ("axes", "run.steps"):
+            raise ConfigError(place, value=key, allowed="settings of a recipe that the ablation does not make", remedy=f"{instead}.")
+        if own.startswith(f"{key}."):
+            raise ConfigError(place, value=key, allowed=f"not the whole section, which holds {own}: {instead}",
+                              remedy=f"Write {key}.KEY for each of its settings.")

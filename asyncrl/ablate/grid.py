@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl import yaml_text
 from asyncrl.ablate.config import Ablation
 from asyncrl.config import RunConfig, parse_config, read_tree
 from asyncrl.errors import ConfigError
@@ -21,8 +24,10 @@ from asyncrl.references import resolve_references
 
 RUNS = "runs"
 """Where the runs lie in the folder of an ablation, and the models they share."""
-_MOST_NAME = 80
-"""Characters of a run's name before its key; file systems take 255."""
+_MOST_NAME_BYTES = 80
+"""Of a run's name before its key; file systems take 255."""
+MOST_RUNS = 10_000
+"""Of one ablation; a minute each, they take a week."""
 
 Point = Mapping[str, str]
 """The label of each axis."""
@@ -66,8 +71,9 @@ def plan(ablation: Ablation, *, file: Path, folder: Path) -> list[PlannedRun]:
         file: that the ablation was read from; what its settings name lies beside it.
         folder: of the ablation.
 
-    Raises ConfigError for a point that no run could start with, and for points that are the same run.
+    Raises ConfigError for more runs than anyone waits for, for a point that no run could start with, and for points that are the same run.
     """
+    _require_few(ablation)
     recipe = _beside(ablation.recipe, file) or find_recipe(ablation.recipe)
     tree = resolve_references(read_tree(recipe), base=recipe.parent)
     runs = [_planned(ablation, point, seed, tree=tree, base=file.parent, folder=folder)
@@ -78,6 +84,15 @@ def plan(ablation: Ablation, *, file: Path, folder: Path) -> list[PlannedRun]:
             raise ConfigError("axes, seed_keys", value=f"{other}; {run}", allowed="points and seeds that are different runs",
                               remedy="Remove one of the two, or the axis that changes nothing.")
     return runs
+
+
+def _require_few(ablation: Ablation) -> None:
+    """Counted, not made: a few long axes have more combinations than a memory holds."""
+    sizes = {axis: len(ablation.labels(axis)) for axis in ablation.axes}
+    if (runs := math.prod(sizes.values()) * len(ablation.seeds)) > MOST_RUNS:
+        product = " × ".join([*(f"{size} of {axis}" for axis, size in sizes.items()), f"{len(ablation.seeds)} seeds"])
+        raise ConfigError("axes, seeds", value=runs, allowed=f"at most {MOST_RUNS} runs",
+                          remedy=f"They are {product}; take points out, or make several ablations of it.")
 
 
 def _planned(ablation: Ablation, point: Point, seed: int, *, tree: dict[str, Any], base: Path, folder: Path) -> PlannedRun:
@@ -93,18 +108,18 @@ def _planned(ablation: Ablation, point: Point, seed: int, *, tree: dict[str, Any
         raise ConfigError(error.field, value=error.value, allowed=error.allowed,
                           remedy=f"{error.remedy} This is at {told(point)}.") from error
     key = _key(config)
-    slug = re.sub(r"[^\w.-]+", "-", f"{name}_seed-{seed}")[:_MOST_NAME].strip(".-")
+    slug = re.sub(r"[^\w.-]+", "-", f"{name}_seed-{seed}").encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip(".-")
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": f"{slug}_{key[:8]}"})})
     return PlannedRun(point, seed, config, key)
 
 
 def _beside(recipe: str, file: Path) -> Path | None:
-    return next((path for suffix in ("", ".yaml") if (path := file.parent / f"{recipe}{suffix}").is_file()), None)
+    return next((path for suffix in ("", ".yaml") if os.path.isfile(path := file.parent / f"{recipe}{suffix}")), None)
 
 
 def _override(path: str, value: Any, *, base: Path) -> Override:
     """The setting, with functions and files it names looked for beside the ablation."""
-    if not all(path.split(".")):
+    if not all(path.split(".")) or path.count(".") > yaml_text.DEEPEST:
         raise ConfigError("settings", value=path, allowed="section.key", remedy="For example trainer.learning_rate.")
     tree: Any = _copied(value)
     for name in reversed(path.split(".")):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.ablate.config import Ablation
+from asyncrl.ablate.config import CURVES, Ablation, picture_of
 from asyncrl.ablate.grid import Point, points_of
 from asyncrl.ablate.report import Ended, outcomes_of
 from asyncrl.ablate.statistics import Estimate, Outcomes
@@ -16,18 +15,17 @@ from asyncrl.ablate.statistics import Estimate, Outcomes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CURVES = "curves.png"
 _MOST_COLUMNS = 3
 _MARKERS = "osD^vPX*"
 
 
 def draw(folder: Path, ablation: Ablation, ended: Ended) -> list[Path]:
     """Write `curves.png` and a picture for each number of the report that any run has. Returns their places."""
-    pictures = [_draw_curves(folder / CURVES, ablation, ended)]
+    pictures = [_draw_curves(folder / f"{CURVES}.png", ablation, ended)]
     outcomes = outcomes_of(ablation, ended)
     for report in ablation.report:
         if any(outcomes.estimate(point, report) for point in points_of(ablation)):
-            pictures.append(_draw_report(folder / f"{_slug(report)}.png", ablation, outcomes, report=report))
+            pictures.append(_draw_report(folder / f"{picture_of(report)}.png", ablation, outcomes, report=report))
     return pictures
 
 
@@ -46,7 +44,7 @@ def _draw_curves(path: Path, ablation: Ablation, ended: Ended) -> Path:
             runs = [measured.curves[ablation.curve] for run, record, measured in ended
                     if record.error is None and dict(run.point) == point and measured.curves[ablation.curve].steps]
             _draw_curve(panel, [dict(zip(run.steps, run.values, strict=True)) for run in runs], number=number, name=_name(line))
-        panel.set(title=f"{ablation.across} {label}", ylabel=ablation.curve)
+        panel.set(title=_plain(f"{ablation.across} {label}"), ylabel=_plain(ablation.curve))
         panel.label_outer()
         panel.grid(alpha=0.25)
     for panel in panels[len(labels):]:
@@ -85,11 +83,11 @@ def _draw_report(path: Path, ablation: Ablation, outcomes: Outcomes, *, report: 
         axes.errorbar([place + offset for place, _ in found], [one.mean for _, one in found],
                       yerr=[one.standard_error or 0.0 for _, one in found], color=f"C{number}", marker=_MARKERS[number % len(_MARKERS)],
                       markersize=5, capsize=3, linewidth=1.4, label=_name(line) or None)
-    axes.set_xticks(range(len(labels)), labels)
+    axes.set_xticks(range(len(labels)), [_plain(label) for label in labels])
     asked = ablation.report[report]
     steps = f", last {asked.last_steps} steps" if asked.last_steps else ""
-    axes.set(xlabel=ablation.across, ylabel=f"{asked.metric}\n{asked.stat}{steps}",
-             title=f"{report}: {ablation.recipe}, {ablation.steps} steps, seeds {len(ablation.seeds)}, ± s.e.")
+    axes.set(xlabel=_plain(ablation.across), ylabel=_plain(f"{asked.metric}\n{asked.stat}{steps}"),
+             title=_plain(f"{report}: {ablation.recipe}, {ablation.steps} steps, seeds {len(ablation.seeds)}, ± s.e."))
     axes.set_yscale(asked.scale)
     axes.grid(alpha=0.25)
     if any(map(_name, lines)):
@@ -103,8 +101,10 @@ def _lines(ablation: Ablation) -> list[dict[str, Any]]:
 
 
 def _name(line: Point) -> str:
-    return ", ".join(line.values()) if len(line) == 1 else ", ".join(f"{axis} {label}" for axis, label in line.items())
+    name = ", ".join(line.values()) if len(line) == 1 else ", ".join(f"{axis} {label}" for axis, label in line.items())
+    return _plain(f" {name}" if name.startswith("_") else name)  # legends leave out what begins so
 
 
-def _slug(report: str) -> str:
-    return re.sub(r"[^\w]+", "_", report.lower()).strip("_")
+def _plain(text: str) -> str:
+    """Text of the user's as it stands: between two dollars matplotlib would read a formula."""
+    return text.replace("$", r"\$")

@@ -16,6 +16,9 @@ from asyncrl.ablate.measure import Measured
 from asyncrl.ablate.runs import Record
 from asyncrl.ablate.statistics import Estimate, Outcomes
 
+_PIPE = r"\|"
+"""A pipe that ends no cell."""
+
 Ended = Sequence[tuple[PlannedRun, Record, Measured]]
 """Every run that has ended, in the order of the plan."""
 
@@ -101,12 +104,13 @@ def _shown(estimate: Estimate | None, *, most: int) -> str:
 
 
 def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cell.replace('|', _PIPE) for cell in cells)} |"
 
 
 def _run(run: PlannedRun, record: Record, measured: Measured) -> dict[str, Any]:
     curves = {name: asdict(curve) for name, curve in measured.curves.items()}
-    return {"point": run.point, "seed": run.seed, **asdict(record), "steps": measured.steps, "values": measured.values, "curves": curves}
+    return {"point": run.point, "seed": run.seed,
+            **record.model_dump(), "steps": measured.steps, "values": measured.values, "curves": curves}
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import os
 import shutil
 import signal
@@ -12,13 +11,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import Field
 
 from asyncrl.ablate.grid import PlannedRun
 from asyncrl.ablate.origin import commit
 from asyncrl.config import dump_config
 from asyncrl.process import die_with_parent
+from asyncrl.settings import Section
 
 _RECORD = "ablation.json"
 """In the folder of a run that has ended; written last."""
@@ -31,12 +32,11 @@ _LAST_LINES = 5
 _LAST_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Section):
     """How a run ended."""
 
     key: str
-    wall_s: float
+    wall_s: float = Field(ge=0)
     """Of the whole process."""
     commit: str | None
     """Of the library's source; None where it is no checkout."""
@@ -45,18 +45,17 @@ class Record:
 
 
 def record_of(run: PlannedRun) -> Record | None:
-    """How this very run ended before; None when it was never run to an end, or with other settings."""
+    """How this very run ended before; None when it was never run to an end, or with other settings, or its record is damaged."""
     try:
-        record = Record(**json.loads((run.folder / _RECORD).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        record = Record.model_validate_json((run.folder / _RECORD).read_bytes())
+    except (OSError, ValueError):
         return None
     return record if record.key == run.key else None
 
 
-def is_finished(run: PlannedRun) -> bool:
-    """Whether there is nothing to do: a run that failed is done again."""
-    record = record_of(run)
-    return record is not None and record.error is None
+def is_damaged(run: PlannedRun) -> bool:
+    """Whether something lies where the run has its folder or its record, and is neither."""
+    return (os.path.lexists(run.folder) and not run.folder.is_dir()) or (os.path.lexists(run.folder / _RECORD) and record_of(run) is None)
 
 
 def waves(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
@@ -78,10 +77,10 @@ async def run_all(runs: Sequence[PlannedRun], *, jobs: int, timeout_s: float,
             return run, await _run(run, timeout_s=timeout_s, keep_models=keep_models)
 
     for wave in waves(runs):
-        tasks = {asyncio.create_task(one(run), name=str(run)) for run in wave}
+        tasks = left = {asyncio.create_task(one(run), name=str(run)) for run in wave}
         try:
-            while tasks:
-                ended, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while left:
+                ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     yield task.result()
         finally:
@@ -92,10 +91,10 @@ async def run_all(runs: Sequence[PlannedRun], *, jobs: int, timeout_s: float,
 
 async def _run(run: PlannedRun, *, timeout_s: float, keep_models: bool) -> Record:
     """One child, from its configuration to its record. What an earlier try left is removed."""
-    shutil.rmtree(run.folder, ignore_errors=True)
+    _remove(run.folder)
     files = run.folder.parent.parent
-    for folder in ("configs", "logs"):
-        (files / folder).mkdir(parents=True, exist_ok=True)
+    for folder in (run.folder.parent, files / "configs", files / "logs"):
+        folder.mkdir(parents=True, exist_ok=True)
     recipe, log = (files / folder / f"{run.folder.name}{suffix}" for folder, suffix in (("configs", ".yaml"), ("logs", ".log")))
     recipe.write_text(dump_config(run.config), encoding="utf-8")
     began_s = time.monotonic()
@@ -112,8 +111,8 @@ async def _run(run: PlannedRun, *, timeout_s: float, keep_models: bool) -> Recor
     if not keep_models:
         for name in _MODELS:
             shutil.rmtree(run.folder / name, ignore_errors=True)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / _RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+    run.folder.mkdir(exist_ok=True)
+    (run.folder / _RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return record
 
 
@@ -143,7 +142,16 @@ async def _child(recipe: Path, *, log: Path) -> AsyncIterator[asyncio.subprocess
 
 
 def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    names = {one.value: one.name for one in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"  # real-time signals have no name
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tail(log: Path) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ if behaviour == f"fail {seed}":
     sys.exit("asyncrl: RunAborted: the reward was too good")
 if behaviour == f"die {seed}":
     os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == f"die in real time {seed}":
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+if behaviour == f"vanish {seed}":
+    shutil.rmtree(folder.parent.parent)
+    sys.exit()
 if behaviour == f"stay {seed}":
     print("still here", flush=True)
     if fifo := config["prompts"]["arguments"].get("fifo"):
@@ -32,4 +38,6 @@ base = 100 * config["trainer"]["learning_rate"] + seed + (config["correction"].g
 rows = [{"trainer_step": step, "step": step, "reward/total/mean": base + step / 10} for step in range(1, config["run"]["steps"] + 1)]
 rows += [{"eval_version": step, "eval/step/last": step, "eval/held_out/reward/mean": base + 10 + step}
          for step in (0, config["run"]["steps"])]
+if behaviour == f"scribble {seed}":
+    rows[0]["trainer_step"] = "first"
 (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

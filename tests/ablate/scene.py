@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl import yaml_text
 from asyncrl.ablate import runs
-from asyncrl.ablate.command import Plan, ablate, read_plan
+from asyncrl.ablate.command import Plan, read_plan
+from asyncrl.cli import main
 
 HERE = Path(__file__).parent
 EFFECTS_TASK = HERE.parent / "effects_task.py"
@@ -40,9 +41,9 @@ def write(folder: Path, **changes: Any) -> Path:
     return folder / "small.yaml"
 
 
-def planned(folder: Path, **changes: Any) -> Plan:
+def planned(folder: Path, *, jobs: int = 1, **changes: Any) -> Plan:
     """The plan of what `write` writes."""
-    return read_plan(write(folder, **changes), out=folder / "out", quick=False)
+    return read_plan(write(folder, **changes), out=folder / "out", quick=False, jobs=jobs)
 
 
 def fake_command(recipe: Path) -> list[str]:
@@ -59,4 +60,4 @@ def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
 if __name__ == "__main__":
     file, folder, jobs = sys.argv[1:]
     runs.command_of = fake_command
-    ablate(read_plan(file, out=folder, quick=False), jobs=int(jobs), tell=lambda line: print(line, flush=True))
+    sys.exit(main(["ablate", file, "--out", folder, "--jobs", jobs]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,29 @@ def test_the_key_follows_settings_and_sources_and_not_the_place(tmp_path: Path) 
     ({"settings": {"trainer..x": 1}}, "settings", "section.key"),
     ({"recipe": "arithmetic/quickstrat"}, "recipe", "Did you mean 'arithmetic/quickstart'"),
     ({"timeout_s": 0.0}, "timeout_s", "greater than 0"),
+    ({"axes": {f"axis {number}": {"kind": "values", "keys": [f"prompts.arguments.n{number}"], "values": list(range(100))}
+               for number in range(6)}}, "axes, seeds", "2000000000000 is not allowed: at most 10000 runs"),
+    ({"settings": {"run": {"steps": 9}}}, "settings", "Write run.KEY"),
+    ({"quick": {"settings": {"run": {"seed": 9}}}}, "quick.settings", "Write run.KEY"),
+    ({"axes": {"arm": {"kind": "points", "points": {"a": {"run": {"name": "mine"}}}}}}, "axes", "Write run.KEY"),
+    ({"seed_keys": ["run"]}, "seed_keys", "Write run.KEY"),
+    ({"settings": {"run.name.first": "mine"}}, "settings", "names its runs"),
+    ({"axes": {"arm": {"kind": "points", "points": {"a": {"run.steps.x": 1}}}}}, "axes", "use `steps`"),
+    ({"settings": {"run.seed": 4}}, "settings, seed_keys", "in one of the two"),
+    ({"settings": {"prompts.arguments": {"x": float("nan")}}}, "settings", "results.json holds them"),
+    ({"axes": {"arm": {"kind": "points", "points": {"a": {"prompts.arguments": {"x": date(2001, 1, 1)}}}}}}, "axes.arm", "finite"),
+    ({"quick": {"axes": {"rate": []}}}, "quick.axes.rate", "at least 1"),
+    ({"axes": {"arm": {"kind": "points", "points": {"one\ntwo": {}}}}}, "axes.arm", "ends of lines"),
+    ({"axes": {"text": {"kind": "values", "keys": ["prompts.arguments.text"], "values": ["a\x07"]}}}, "axes.text", "control characters"),
+    ({"axes": {"text": {"kind": "values", "keys": ["prompts.arguments.text"], "values": [""]}}}, "axes.text", "not empty"),
+    ({"axes": {"a\u2028b": RATE}}, "axes", "ends of lines"),
+    ({"report": {"a\nb": {"metric": "m"}}}, "report", "ends of lines"),
+    ({"report": {"Curves": {"metric": "m"}}}, "report", "not that of the curve"),
+    ({"report": {"a b": {"metric": "m"}, "A?b": {"metric": "m"}}}, "report", "a_b.png, is not that of 'a b'"),
+    ({"report": {"x" * 300: {"metric": "m"}}}, "report", "at most 200 bytes"),
+    ({"report": {"?!": {"metric": "m"}}}, "report", "letters or digits"),
+    ({"axes": {"deep": {"kind": "values", "keys": [".".join("x" * 3000)], "values": [1]}}}, "settings", "section.key"),
+    ({"recipe": "x" * 300}, "recipe", "an existing YAML file"),
 ])
 def test_what_cannot_work_is_refused_with_its_place(changes: dict[str, Any], field: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -117,6 +141,31 @@ def test_what_cannot_work_is_refused_with_its_place(changes: dict[str, Any], fie
     assert caught.value.field == field
     assert said in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["a file", "a file/below", "x" * 300, "long/" * 700], ids=["file", "below", "long name", "long path"])
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "run"])
+def test_a_folder_that_cannot_be_made_is_refused(out: str, dry: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a file").write_text("mine", encoding="utf-8")
+    assert main(["ablate", str(write(tmp_path)), *dry, "--out", str(tmp_path / out)]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("asyncrl: --out = ")
+    assert (tmp_path / "a file").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_folder_that_turns_out_not_to_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", str(write(tmp_path)), "--out", "/proc/nowhere"]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("asyncrl: --out = '/proc/nowhere'")
+
+
+def test_no_jobs_are_refused_in_a_dry_run_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ablate", str(write(tmp_path)), "--dry-run", "--jobs", "0"]) == EXIT_USAGE
+    assert "--jobs = 0 is not allowed" in capsys.readouterr().err
+
+
+def test_a_name_of_any_letters_fits_a_file_system(tmp_path: Path) -> None:
+    axes = {"text": {"kind": "values", "keys": ["prompts.arguments.text"], "values": ["\U00020000" * 200]}}
+    (run,) = planned(tmp_path, axes=axes, seeds=[0]).runs
+    assert len(run.folder.name.encode()) < 100
 
 
 def test_steps_may_be_an_axis(tmp_path: Path) -> None:

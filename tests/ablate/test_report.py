@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,40 @@ def test_pictures_show_something_whatever_the_axes(axes: dict[str, Any], tmp_pat
     for path in pictures:
         pixels = imread(path)
         assert len(set(map(tuple, pixels.reshape(-1, pixels.shape[-1])[::7]))) > 10, "an empty picture"
+
+
+ODD = {"$a_{$": {"kind": "points", "points": {"$x$": {}, "a|b": {}, "_under": {}, r"\\$": {}}},
+       "other": {"kind": "values", "keys": ["a.b"], "values": ["$\\frac$", "_low"]}}
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize("over", list(ODD))
+def test_what_users_write_is_drawn_as_it_stands(over: str, scale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.mathtext import MathTextParser
+
+    read: list[str] = []
+    parse = MathTextParser.parse
+    monkeypatch.setattr(MathTextParser, "parse",
+                        lambda parser, text, *rest, **more: read.append(text) or parse(parser, text, *rest, **more))
+    seen: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.append(figure) or save(figure, path))
+    ablation = made(axes=ODD, over=over, recipe="$r$", report={"$reward$": {"metric": "$m$", "scale": scale}})
+    runs = [(run, record, Measured(3, measured.curves, {"$reward$": 1.0 + measured.values["reward"]})) for run, record, measured
+            in ended(ablation)]
+    draw(tmp_path, ablation, runs)
+    assert [text for text in read if "mathdefault" not in text] == []
+    (other,) = [axis for axis in ODD if axis != over]
+    assert len(seen[-1].axes[0].get_legend().get_texts()) == len(ablation.labels(other))
+
+
+def test_a_pipe_ends_no_cell(tmp_path: Path) -> None:
+    ablation = made(axes=ODD)
+    write_table(tmp_path / "table.md", ablation, ended(ablation), name="odd")
+    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
+    assert any(r"$a_{$ a\|b" in row for row in rows)
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows[:4]} == {6}
 
 
 def test_each_line_of_a_picture_is_a_combination_of_the_other_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
