@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -48,3 +49,17 @@ def test_the_core_gives_the_gradient_of_the_loss(benchmark_script: ModuleType) -
     found = benchmark_script.core(tensors, {})
     assert found["loss"].isfinite()
     assert found["gradient"].count_nonzero() > lengths.sum() / 2
+
+
+def test_the_page_quotes_what_was_measured() -> None:
+    found = json.loads((BENCHMARKS / "results" / "correction.json").read_text(encoding="utf-8"))
+    page = (BENCHMARKS.parent / "docs" / "correction.md").read_text(encoding="utf-8")
+    contenders, ratios, alone = found["contenders"], found["ratios"], found["ours"]["cpu"]
+    assert f"{found['tokens']:,} tokens" in page
+    assert f"| asyncrl, packed | {contenders['asyncrl']['ms']:.1f} | {contenders['asyncrl']['peak_mb']:.1f} |" in page
+    for row, name in (("AReaL 1.0.4, packed", "areal"), ("TRL 1.16.0", "trl"), ("verl 0.9.1", "verl")):
+        assert (f"| {row} | {contenders[name]['ms']:.1f} | {contenders[name]['peak_mb']:.1f} | {ratios[f'{name}_time']:.2f} | "
+                f"{ratios[f'{name}_memory']:.2f} |") in page
+    for name in ("core_over_reading", "diagnostics_over_core"):
+        assert f"{alone[name]:.1f} times" in page
+        assert f"({alone[f'{name}_best']:.1f}" in page
