@@ -53,7 +53,8 @@ def test_the_quantities_of_the_quickstart() -> None:
      "guessed between rollout and current ones, without a forward of their own"),
     (["correction={kind: custom, level: sequence, reduce: mean, truncate_high: 2, denominator: kept, reject: [{kind: veto}]}"],
      "correction",
-     "weight min(sequence geometric mean r, 2) with r = proximal / rollout; kept and divided by: 0.0001 ≤ sequence smallest r"),
+     "weight min(geometric mean of r over the sequence, 2) with r = proximal / rollout; kept and divided by: "
+     "0.0001 ≤ smallest r of the sequence"),
     (["correction=icepop"], "correction", "weight r with r = proximal / rollout; kept: 0.5 ≤ r ≤ 5"),
     (["buffer.policy=soft"], "staleness", "K = 2 steps in the mean, more for single tokens"),
     (["buffer.policy=soft"], "capacity", "B = 96 groups held at once; depth: 32 to 96, 64 at first"),
