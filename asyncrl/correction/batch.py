@@ -118,10 +118,8 @@ class Weighed:
     """A result with what led to it, for diagnosis."""
 
     corrected: Corrected
-    ratio: Tensor
-    """[T] the ratio a weight is made of, clamped, neither truncated nor masked; 1 where not a loss token."""
     level_log_ratio: Tensor
-    """[T] its logarithm, not clamped."""
+    """[T] logarithm of the ratio a weight is made of, neither clamped, truncated nor masked; 0 where not a loss token."""
     rejected: dict[str, Tensor]
     """[T] bool, what each rule dropped, by its name."""
     normalizer: Tensor | None = None

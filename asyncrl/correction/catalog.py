@@ -16,7 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.correction.losses import clip_range, clipped_surrogate, weighted_score
+from asyncrl.correction.clip import clip_range
+from asyncrl.correction.losses import clipped_surrogate, weighted_score
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, broken, with_gradient
 from asyncrl.correction.ratios import binary_kl, importance_ratio, masked_log_ratio
 from asyncrl.correction.segments import Segments

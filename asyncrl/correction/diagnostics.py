@@ -19,8 +19,7 @@ from torch import Tensor
 from asyncrl.correction.batch import CorrectionBatch, Weighed
 from asyncrl.correction.buckets import Summary, Values, by_staleness, deviation, ess_frac, on_host, pearson, record_finished
 from asyncrl.correction.gap import estimated_split
-from asyncrl.correction.rejection import bound_at
-from asyncrl.correction.rules import Bound
+from asyncrl.correction.rejection import outside_ratios
 from asyncrl.correction.spec import LOG_CLAMP, Correction
 from asyncrl.metrics import Metrics
 
@@ -82,23 +81,18 @@ def _total_staleness(staleness: Tensor, *, buckets: Mapping[str, Values]) -> int
 
 def _columns(batch: CorrectionBatch, *, correction: Correction, weighed: Weighed) -> dict[str, Values]:
     """[T] what is summarised of each token."""
-    corrected, level, ratio = weighed.corrected, correction.level, on_host(weighed.ratio)
+    corrected, level, log_ratio = weighed.corrected, correction.level, weighed.level_log_ratio
     keep_mask = on_host(corrected.keep_mask)
     columns = {"rollout": on_host(batch.rollout_logprobs), "proximal": on_host(batch.proximal_logprobs),
                "weight": on_host(corrected.weights), "kept": keep_mask}
     if correction.truncate_low is not None or correction.truncate_high is not None:
-        columns["truncated"] = keep_mask & _outside(ratio, low=correction.truncate_low, high=correction.truncate_high, batch=batch)
+        beyond = outside_ratios(log_ratio, low=correction.truncate_low, high=correction.truncate_high, batch=batch)
+        columns["truncated"] = keep_mask & on_host(beyond)
     if correction.mask_low is not None or correction.mask_high is not None:
-        columns["masked"] = _outside(ratio, low=correction.mask_low, high=correction.mask_high, batch=batch)
+        columns["masked"] = on_host(outside_ratios(log_ratio, low=correction.mask_low, high=correction.mask_high, batch=batch))
     if level in ("turn", "sequence"):
-        columns[f"{level}_log_ratio"] = on_host(weighed.level_log_ratio)
+        columns[f"{level}_log_ratio"] = on_host(log_ratio)
     return columns | {f"rejected_{name}": on_host(dropped) for name, dropped in weighed.rejected.items()}
-
-
-def _outside(ratio: Values, *, low: Bound | None, high: Bound | None, batch: CorrectionBatch) -> Values:
-    """[T] bool, as the weights had it."""
-    lowest, highest = (on_host(bound) if isinstance(bound, Tensor) else bound for bound in (bound_at(low, batch), bound_at(high, batch)))
-    return (False if lowest is None else ratio < lowest) | (False if highest is None else ratio > highest)
 
 
 def _summary(columns: Mapping[str, Values], *, correction: Correction, normalizer: float | None) -> Summary:

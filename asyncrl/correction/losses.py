@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from asyncrl.correction.clip import clip_range
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, with_gradient
 from asyncrl.correction.ratios import masked_log_ratio
 from asyncrl.correction.spec import LOG_CLAMP
@@ -86,17 +87,6 @@ def entropy_bonus(entropy: Tensor, *, keep_mask: Tensor, coefficient: float) -> 
         raise ConfigError("loss.entropy_coefficient", value=coefficient, allowed="a finite number ≥ 0",
                           remedy="The bonus is taken off a loss that is minimised: a positive number raises the entropy.")
     return torch.where(keep_mask, -coefficient * torch.where(keep_mask, entropy, 0.0), 0.0)
-
-
-def clip_range(clip_low: float, clip_high: float, dual_clip: float | None = None) -> tuple[float, float, float | None]:
-    """(1 − clip_low, 1 + clip_high, dual_clip): ratios, for `clipped_surrogate`. Raises ConfigError for a range without 1."""
-    if not 0.0 <= clip_low <= 1.0 or not 0.0 <= clip_high < math.inf:
-        raise ConfigError("loss.clip_low, loss.clip_high", value=(clip_low, clip_high), allowed="clip_low in [0, 1], clip_high ≥ 0",
-                          remedy="Both are distances from 1: ratios are clipped to [1 − clip_low, 1 + clip_high].")
-    if dual_clip is not None and not 1.0 + clip_high < dual_clip < math.inf:
-        raise ConfigError("loss.dual_clip, loss.clip_high", value=(dual_clip, clip_high), allowed="dual_clip above 1 + clip_high",
-                          remedy="It is a ratio: the largest that counts where the advantage is negative. The paper has 3.")
-    return 1.0 - clip_low, 1.0 + clip_high, dual_clip
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.correction.losses import clip_range
+from asyncrl.correction.clip import clip_range
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss, broken, with_gradient
 from asyncrl.correction.ratios import importance_ratio, masked_log_ratio
 from asyncrl.correction.segments import Segments

@@ -44,11 +44,10 @@ def apply(batch: CorrectionBatch, correction: Correction) -> Weighed:
     log_ratio = masked_log_ratio(batch.proximal_logprobs, sampled_logprobs=batch.rollout_logprobs, mask=batch.loss_mask)
     evidence = Evidence(batch, log_ratio)
     level_log_ratio = _reduced(evidence, correction)
-    ratio = importance_ratio(level_log_ratio, log_clamp=correction.log_clamp)
     keep_mask = batch.loss_mask
     if correction.mask_low is not None or correction.mask_high is not None:
         keep_mask = keep_mask & ~outside_ratios(level_log_ratio, low=correction.mask_low, high=correction.mask_high, batch=batch)
-    weights = _weights(ratio, batch=batch, correction=correction, keep_mask=keep_mask)
+    weights = _weights(level_log_ratio, batch=batch, correction=correction, keep_mask=keep_mask)
     normalizer = None
     if correction.normalize is not None:
         normalizer = _mean_weight(weights, evidence=evidence, over=correction.normalize)
@@ -61,7 +60,7 @@ def apply(batch: CorrectionBatch, correction: Correction) -> Weighed:
     if rejected:
         weights = weights.masked_fill_(~keep_mask, 0.0)
     counted = keep_mask if correction.denominator == "kept" else batch.loss_mask
-    return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), ratio, level_log_ratio, rejected, normalizer)
+    return Weighed(Corrected(weights=weights, keep_mask=keep_mask, counted=counted), level_log_ratio, rejected, normalizer)
 
 
 def _reduced(evidence: Evidence, correction: Correction) -> Tensor:
@@ -73,14 +72,16 @@ def _reduced(evidence: Evidence, correction: Correction) -> Tensor:
     return torch.where(evidence.batch.loss_mask, reduced.to(evidence.log_ratio.dtype), 0.0)
 
 
-def _weights(ratio: Tensor, *, batch: CorrectionBatch, correction: Correction, keep_mask: Tensor) -> Tensor:
+def _weights(level_log_ratio: Tensor, *, batch: CorrectionBatch, correction: Correction, keep_mask: Tensor) -> Tensor:
     if correction.level == "none":
-        return keep_mask.to(ratio.dtype)
+        return keep_mask.to(level_log_ratio.dtype)
+    weights = importance_ratio(level_log_ratio, log_clamp=correction.log_clamp)
     low, high = bound_at(correction.truncate_low, batch), bound_at(correction.truncate_high, batch)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
-        low, high = (None if bound is None else torch.as_tensor(bound, device=ratio.device).to(ratio.dtype) for bound in (low, high))
-    bounded = ratio.clone() if low is None and high is None else ratio.clamp(low, high)
-    return bounded.masked_fill_(~keep_mask, 0.0)
+        low, high = (None if bound is None else torch.as_tensor(bound, device=weights.device).to(weights.dtype) for bound in (low, high))
+    if low is not None or high is not None:
+        weights.clamp_(low, high)
+    return weights.masked_fill_(~keep_mask, 0.0)
 
 
 def _mean_weight(weights: Tensor, *, evidence: Evidence, over: str) -> Tensor:
@@ -99,4 +100,4 @@ def _log_linear(batch: CorrectionBatch) -> Weighed:
     ones = mask.to(torch.promote_types(batch.rollout_logprobs.dtype, torch.float32))
     alpha = log_linear_alpha(batch.policy_versions, proximal_version=batch.version, current_version=batch.version + 1)
     return Weighed(Corrected(weights=ones, keep_mask=mask, counted=mask, alpha=torch.where(mask, alpha, 0.0)),
-                   torch.ones_like(ones), torch.zeros_like(ones), {})
+                   torch.zeros_like(ones), {})

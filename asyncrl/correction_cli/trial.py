@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.batch import CorrectionBatch
-from asyncrl.correction.buckets import EXACT_BUCKETS
+from asyncrl.correction.buckets import EXACT_BUCKETS, ess_frac
 from asyncrl.correction.rejection import outside_ratios
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import apply
@@ -39,7 +39,7 @@ class Share:
     @property
     def ess_frac(self) -> float | None:
         """(Σw)² / (n Σw²); None where every weight is 0."""
-        return self.weight_sum**2 / (self.tokens * self.weight_square_sum) if self.weight_square_sum else None
+        return ess_frac(self.weight_sum, squares=self.weight_square_sum, count=self.tokens) if self.weight_square_sum else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from asyncrl.correction.clip import clip_range
 from asyncrl.errors import ConfigError
 from asyncrl.settings import TAGGED, Section
 
@@ -51,10 +52,7 @@ class _Clipped(_Loss):
 
     @model_validator(mode="after")
     def _the_dual_clip_is_outside_the_clip(self) -> _Clipped:
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ConfigError("loss.dual_clip, loss.clip_high", value=(self.dual_clip, self.clip_high),
-                              allowed="dual_clip above 1 + clip_high",
-                              remedy="It is a ratio: the largest that counts where the advantage is negative. The paper has 3.")
+        clip_range(self.clip_low, self.clip_high, self.dual_clip)
         return self
 
 
@@ -92,26 +90,24 @@ class _OverSequences(_Loss):
     sequence by its length."""
 
 
-class GSPO(_OverSequences):
-    """PPO's clip on the geometric mean of a sequence's ratios to the proximal policy. 2507.18071, equations 5 to 7."""
-
+class _SequenceRatio(_OverSequences):
     anchor = "proximal"
-    kind: Literal["gspo"]
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """The ratio has no gradient below 1 − this where the advantage is negative; 3e-4 in the paper's section 5.1."""
     clip_high: float = Field(default=4e-4, ge=0)
     """Nor above 1 + this where it is positive; 4e-4 there."""
 
 
-class GSPOToken(_OverSequences):
+class GSPO(_SequenceRatio):
+    """PPO's clip on the geometric mean of a sequence's ratios to the proximal policy. 2507.18071, equations 5 to 7."""
+
+    kind: Literal["gspo"]
+
+
+class GSPOToken(_SequenceRatio):
     """The value of `gspo`, but each token's advantage pushes that token alone. 2507.18071, equations 13 to 17."""
 
-    anchor = "proximal"
     kind: Literal["gspo_token"]
-    clip_low: float = Field(default=3e-4, ge=0, le=1)
-    """As of `gspo`."""
-    clip_high: float = Field(default=4e-4, ge=0)
-    """As of `gspo`."""
 
 
 class GMPO(_OverSequences):

@@ -72,9 +72,10 @@ def wanted_metrics(batch: CorrectionBatch, correction: Correction) -> dict[str, 
     weighed = apply(batch, correction)
     mask = batch.loss_mask.numpy()
     arrays = {name: tensor.numpy()[mask] for name, tensor in (
-        ("rollout", batch.rollout_logprobs), ("proximal", batch.proximal_logprobs), ("ratio", weighed.ratio),
+        ("rollout", batch.rollout_logprobs), ("proximal", batch.proximal_logprobs),
         ("level", weighed.level_log_ratio), ("weight", weighed.corrected.weights), ("kept", weighed.corrected.keep_mask),
         *((f"rejected_{name}", dropped) for name, dropped in weighed.rejected.items()))}
+    arrays["ratio"] = np.exp(np.clip(arrays["level"], -correction.log_clamp, correction.log_clamp))
     staleness = 12 - batch.policy_versions.numpy()[mask]
 
     def bound(value: object) -> object:

@@ -16,7 +16,8 @@ from torch import Tensor
 from asyncrl.correction import Correction, CorrectionBatch, LossInputs, PolicyLoss, SecondMoment, weigh
 from asyncrl.correction import catalog as losses
 from asyncrl.correction.aggregate import Mode, aggregate, count
-from asyncrl.correction.losses import clip_range, decoupled_ppo, importance_sampling
+from asyncrl.correction.clip import clip_range
+from asyncrl.correction.losses import decoupled_ppo, importance_sampling
 from asyncrl.correction.proximal import linear_in_probability, log_linear, log_linear_alpha
 from asyncrl.correction.ratios import binary_kl, importance_ratio, kl_k1, masked_log_ratio, pushes_away
 from asyncrl.correction.reference_kl import reference_kl
