@@ -110,10 +110,14 @@ class RunConfig(Section):
     run: RunSection
     """How long, and where to."""
 
+    @property
+    def training(self) -> TrainConfig:
+        """What a trainer rank needs to know, of the sections here. Raises ConfigError where they contradict one another."""
+        return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
+
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:
-        training = TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
-        check_pairs(buffer=self.buffer, training=training, weights=self.weights)
+        check_pairs(buffer=self.buffer, training=self.training, weights=self.weights)
         sampling = self.sampling.build()
         sampling.check(for_training=True)
         check_engine(self.engine, sampling=sampling, weights=self.weights)

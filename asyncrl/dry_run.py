@@ -11,7 +11,6 @@ from asyncrl.config import RunConfig, dump_config
 from asyncrl.correction.formula import kept_text, weight_text
 from asyncrl.rollout.task_config import SetsEval
 from asyncrl.task import build_eval_sets, most_new_tokens
-from asyncrl.train.config import TrainConfig
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -35,7 +34,7 @@ def _a_step(config: RunConfig) -> list[str]:
 
 
 def _corrected(config: RunConfig) -> list[str]:
-    training = TrainConfig(trainer=config.trainer, advantages=config.advantages, correction=config.correction, loss=config.loss)
+    training = config.training
     correction = training.build_correction()
     if training.has_proximal_pass:
         proximal = "of a forward over the batch, before its first update"

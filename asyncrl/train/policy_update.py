@@ -23,7 +23,7 @@ from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
 from asyncrl.correction.proximal import log_linear, log_linear_alpha
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import weigh
-from asyncrl.train.config import TrainConfig
+from asyncrl.train.loss_config import LossConfig
 from asyncrl.train.model import ForwardInputs
 
 ROWS = 5
@@ -35,6 +35,7 @@ class Frozen:
     """What the losses of one update read beside the current logprobs."""
 
     tokens: CorrectionBatch
+    correction: Correction
     corrected: Corrected | None
     """None: the proximal logprobs are those of the forward that trains."""
     denominators: Denominators
@@ -52,7 +53,7 @@ def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBa
     return dataclasses.replace(corrected, alpha=alpha)
 
 
-def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen: Frozen, config: TrainConfig, world_size: int) -> Tensor:
+def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, world_size: int) -> Tensor:
     """Add the gradient of a micro-batch of P predictions; [ROWS, P] of what they were, detached.
 
     Args:
@@ -60,10 +61,10 @@ def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen
         entropy: [P]
         inputs: of the forward they come from.
         frozen: of the whole batch.
+        settings: which loss, its arguments, how it is aggregated.
         world_size: FSDP2 averages gradients over so many ranks; the denominators already are those of all ranks.
     """
-    share = _loss_inputs(config.build_correction(), logprobs.detach(), inputs=inputs, frozen=frozen)
-    settings = config.loss
+    share = _loss_inputs(logprobs.detach(), inputs=inputs, frozen=frozen)
     loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments)
     total = aggregate(loss.losses, loss_mask=share.counted, cu_seqlens=inputs.cu_targets, denominators=frozen.denominators,
                       mode=settings.aggregation, max_tokens=settings.max_tokens)
@@ -82,9 +83,9 @@ _FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
 """By `loss.kind`; a section's own settings are the arguments."""
 
 
-def _loss_inputs(correction: Correction, logprobs: Tensor, *, inputs: ForwardInputs, frozen: Frozen) -> LossInputs:
+def _loss_inputs(logprobs: Tensor, *, inputs: ForwardInputs, frozen: Frozen) -> LossInputs:
     """Those of the [P] predictions, whose current logprobs are detached."""
-    tokens, corrected, places = frozen.tokens, frozen.corrected, inputs.places
+    tokens, correction, corrected, places = frozen.tokens, frozen.correction, frozen.corrected, inputs.places
     rollout_logprobs, everywhere = tokens.rollout_logprobs[places], torch.ones_like(places, dtype=torch.bool)
     if corrected is None:
         batch = CorrectionBatch(

@@ -61,7 +61,7 @@ class RankTrainer:
         record = request.body.get("record")
         if record and self._spec.rank == 0 and outcome.tokens is not None:
             save_recorded(outcome.tokens, Path(record))
-            keep_newest(Path(record).parent, count=MOST_RECORDED)
+            keep_newest(Path(record).parents[1], count=MOST_RECORDED)
         return {"metrics": outcome.metrics.to_wire(), "skipped": outcome.skipped, "nonfinite": outcome.nonfinite,
                 "trained_tokens": outcome.trained_tokens}
 

@@ -20,6 +20,7 @@ from numpy.lib import format as npy
 
 from asyncrl.correction.batch import CorrectionBatch
 from asyncrl.errors import ConfigError, NonFiniteError, ShapeError, StalenessError
+from asyncrl.paths import recorded_batches
 
 FIELDS = tuple(field.name for field in dataclasses.fields(CorrectionBatch))
 MOST_TOKENS = 100_000_000
@@ -46,9 +47,9 @@ def save_recorded(batch: CorrectionBatch, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def keep_newest(folder: Path, *, count: int) -> None:
-    """Remove all recorded batches of a run's folder but the `count` of the highest names."""
-    for old in sorted(folder.glob("step-*.npz"))[:-count]:
+def keep_newest(run: Path, *, count: int) -> None:
+    """Remove all recorded batches of a run but the newest `count`."""
+    for old in recorded_batches(run)[:-count]:
         old.unlink(missing_ok=True)
 
 
@@ -67,9 +68,6 @@ def load_recorded(path: Path) -> CorrectionBatch:
         raise _refused(path, "there is no such file") from None
     except _BROKEN as error:
         raise _refused(path, f"it cannot be read as .npz: {type(error).__name__}: {error}") from error
-    offsets = arrays["cu_seqlens"]
-    if offsets[0] != 0 or offsets[-1] != len(arrays["loss_mask"]) or bool((np.diff(offsets) < 0).any()):
-        raise _refused(path, f"cu_seqlens must rise from 0 to T = {len(arrays['loss_mask'])}")
     tensors = {name: torch.from_numpy(arrays[name]) for name in FIELDS if name != "version"}
     try:
         batch = CorrectionBatch(**tensors, version=int(arrays["version"]))

@@ -19,6 +19,7 @@ from torch import Tensor
 from asyncrl.correction.aggregate import Denominators, aggregate, count
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
+from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import correct
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
@@ -100,7 +101,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
             return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
         corrected = correct(tokens, correction)
         minibatches = tuple(_counting(minibatch, corrected, tokens=tokens) for minibatch in minibatches)
-    traces = _updates(trainee, minibatches, tokens=tokens, corrected=corrected)
+    traces = _updates(trainee, minibatches, tokens=tokens, correction=correction, corrected=corrected)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
     has_proximal = trainee.config.has_proximal_pass
@@ -174,7 +175,8 @@ def _proximal(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, like: Ten
     return trainee.ranks.sum(proximal)
 
 
-def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, corrected: Corrected | None) -> Traces:
+def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, correction: Correction,
+             corrected: Corrected | None) -> Traces:
     rows = tokens.rollout_logprobs.new_zeros(ROWS, len(tokens.loss_mask))
     updates: list[Update] = []
     trainee.policy.zero_grad()  # what a step that failed half-way may have left
@@ -182,10 +184,10 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: Co
         for minibatch in minibatches:
             applied = sum(update.skipped is None for update in updates)
             then = at_update(applied, corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
-            frozen = Frozen(tokens, then, minibatch.denominators)
+            frozen = Frozen(tokens, correction, then, minibatch.denominators)
             for inputs in minibatch.inputs:
                 logprobs, entropy = trainee.policy(inputs)
-                rows[:, inputs.places] = backward(logprobs, entropy=entropy, inputs=inputs, frozen=frozen, config=trainee.config,
+                rows[:, inputs.places] = backward(logprobs, entropy=entropy, inputs=inputs, frozen=frozen, settings=trainee.config.loss,
                                                   world_size=trainee.ranks.world_size)
             updates.append(trainee.optimizer.update(version=tokens.version))
     return Traces(*trainee.ranks.sum(rows), updates=updates)
