@@ -35,9 +35,15 @@ class Exit:
         peak = f"peak memory {bound}{self.peak_bytes / 1e6:.0f} MB"
         if self.code >= 0:
             return f"exit code {self.code}, {peak}"
-        how = f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        how = f"killed by signal {-self.code} ({signal_name(-self.code)})"
         cause = ", on request" if self.asked else ", probable out of memory" if self.code == -signal.SIGKILL else ""
         return f"{how}{cause}, {peak}"
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL`; a real-time signal has a number alone."""
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(signum, f"signal {signum}")
 
 
 def die_with_parent(parent_pid: int, *, signum: int = signal.SIGKILL) -> None:

@@ -19,6 +19,7 @@ import pytest
 from asyncrl.channel import ERROR, START_ID, Message, encode
 from asyncrl.child import Child
 from asyncrl.errors import ChildDied, ConfigError, ProtocolError, RemoteError, WrongBase
+from asyncrl.process import Exit
 
 TESTS = Path(__file__).parent
 ENV = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
@@ -279,3 +280,7 @@ def test_kill_9_of_the_controller_leaves_no_child_zygote_or_worker_nor_what_a_re
 def test_processes_and_rewards_need_no_torch() -> None:
     code = "import sys, asyncrl.child, asyncrl.rollout.reward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **ENV}, timeout=BOUND_S, check=False).returncode == 0
+
+
+def test_a_real_time_signal_has_a_number_alone() -> None:
+    assert "killed by signal 40 (signal 40), peak" in str(Exit(code=-40, peak_bytes=1, asked=False))

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +17,7 @@ from pydantic import Field
 from asyncrl.ablate.grid import PlannedRun
 from asyncrl.ablate.origin import commit
 from asyncrl.config import dump_config
-from asyncrl.process import die_with_parent
+from asyncrl.process import die_with_parent, signal_name
 from asyncrl.settings import Section
 
 _RECORD = "ablation.json"
@@ -144,8 +143,7 @@ async def _child(recipe: Path, *, log: Path) -> AsyncIterator[asyncio.subprocess
 def _how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    names = {one.value: one.name for one in signal.Signals}
-    return f"killed by {names.get(-code, f'signal {-code}')}"  # real-time signals have no name
+    return f"killed by {signal_name(-code)}"
 
 
 def _remove(folder: Path) -> None:

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parity import oracles, oracles_losses, reference_losses
-from tests.parity.test_oracles import assert_agrees
-from tests.parity.test_oracles_advantages import as_lists
+from tests.parity import oracles_losses, reference_losses
+from tests.parity.test_oracles import assert_any_case_agrees
 
 
 def test_every_kind_has_a_reference_of_its_own() -> None:
@@ -19,5 +18,4 @@ def test_every_kind_has_a_reference_of_its_own() -> None:
 @pytest.mark.parametrize("name", list(reference_losses.KINDS))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_case_of_a_kind_agrees_with_the_reference(name: str, dtype: torch.dtype, tolerance: float, seed: int) -> None:
-    case = reference_losses.case_of(name, seed)
-    assert_agrees(oracles.evaluate(name, case["inputs"], dtype), as_lists(case["expected"]), tolerance=tolerance, path=f"{name}({seed})")
+    assert_any_case_agrees(reference_losses, name, seed=seed, dtype=dtype, tolerance=tolerance)

@@ -155,7 +155,7 @@ def test_the_newest_are_kept_and_listed_oldest_first(tmp_path: Path) -> None:
     (tmp_path / "corrections").mkdir()
     for step in (9, 10, 100, 8):
         written(tmp_path / "corrections" / f"step-{step:08d}.npz")
-    keep_newest(tmp_path / "corrections", count=3)
+    keep_newest(tmp_path, count=3)
     assert [path.name for path in recorded_batches(tmp_path)] == ["step-00000009.npz", "step-00000010.npz", "step-00000100.npz"]
 
 
