@@ -22,7 +22,8 @@ from asyncrl.references import resolve_references
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
 from asyncrl.rollout.task_config import EnvConfig, EvalConfig, MixturePrompts, NoEval, ProbeConfig, PromptsConfig, SetsEval
 from asyncrl.settings import TAGGED, Section, Seed, validated
-from asyncrl.train.config import AdvantagesConfig, TrainConfig, TrainerConfig
+from asyncrl.train.advantages_config import AdvantagesConfig
+from asyncrl.train.config import TrainConfig, TrainerConfig
 from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.loss_config import LossConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig

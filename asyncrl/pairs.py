@@ -10,7 +10,8 @@ from asyncrl.rollout.config import EngineConfig
 from asyncrl.rollout.engine import Capabilities, Interruption, require
 from asyncrl.rollout.eval_set import check_set_sampling
 from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval, SingleTurnConfig
-from asyncrl.train.config import AdvantagesConfig, SoftOverlong, TrainConfig
+from asyncrl.train.advantages_config import AdvantagesConfig, SoftOverlong
+from asyncrl.train.config import TrainConfig
 from asyncrl.types import Sampling
 from asyncrl.weights.config import WeightsConfig
 

@@ -9,8 +9,8 @@ from asyncrl.correction import advantages as groups
 from asyncrl.correction.overlong import overlong_penalty
 from asyncrl.correction.token_advantages import at_the_end, reinforce_plus_plus
 from asyncrl.metrics import Metrics
+from asyncrl.train.advantages_config import GRPO, OPO, RLOO, AdvantagesConfig, DrGRPO, MaxRL, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from asyncrl.train.batch import PackedBatch
-from asyncrl.train.config import GRPO, OPO, RLOO, AdvantagesConfig, DrGRPO, MaxRL, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from asyncrl.types import NOT_SAMPLED
 
 

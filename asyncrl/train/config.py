@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -11,150 +10,16 @@ from asyncrl import settings
 from asyncrl.correction.presets import Preset
 from asyncrl.correction.spec import Correction
 from asyncrl.errors import ConfigError
-from asyncrl.settings import TAGGED, Seconds, Section, Workers, refuse_unread
+from asyncrl.settings import Seconds, Section, Workers, refuse_unread
+from asyncrl.train.advantages_config import GRPO, AdvantagesConfig
 from asyncrl.train.correction_config import CorrectionConfig, NamedCorrection
 from asyncrl.train.loss_config import DecoupledPPO, LossConfig
+from asyncrl.train.schedule import Constant, Schedule
 
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 """Of AdamW, whose update of a weight is about this large: above 1 nothing of the model would be left after a step."""
 Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
 """Decay of AdamW's first and second moment, a step."""
-
-
-class Constant(Section):
-    """The learning rate stays, after a linear warm-up."""
-
-    kind: Literal["constant"]
-    warm_up_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises to its value."""
-
-    def factor(self, step: int) -> float:
-        """Share of the learning rate in step 0, 1, …"""
-        return _warm_up(step, self.warm_up_steps)
-
-
-class _Descending(Section):
-    total_steps: int = Field(ge=1)
-    """Where the descent ends, in steps of the run; the run itself may be shorter or longer."""
-    warm_up_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises to its value."""
-    final_frac: float = Field(default=0.0, ge=0, le=1)
-    """Share of the learning rate that is left at the end."""
-
-    @model_validator(mode="after")
-    def _the_warm_up_ends_before_the_descent(self) -> _Descending:
-        if self.warm_up_steps >= self.total_steps:
-            raise ConfigError("trainer.schedule.warm_up_steps, trainer.schedule.total_steps", value=(self.warm_up_steps, self.total_steps),
-                              allowed="a warm-up shorter than the whole", remedy="Raise total_steps or lower warm_up_steps.")
-        return self
-
-
-class Linear(_Descending):
-    """Linear warm-up, then linear descent to `final_frac` at `total_steps`, where it stays."""
-
-    kind: Literal["linear"]
-
-    def factor(self, step: int) -> float:
-        """Share of the learning rate in step 0, 1, …"""
-        done = _progress(step, self.warm_up_steps, self.total_steps)
-        return _warm_up(step, self.warm_up_steps) * (1 - (1 - self.final_frac) * done)
-
-
-class Cosine(_Descending):
-    """Linear warm-up, then half a cosine down to `final_frac` at `total_steps`, where it stays."""
-
-    kind: Literal["cosine"]
-
-    def factor(self, step: int) -> float:
-        """Share of the learning rate in step 0, 1, …"""
-        done = _progress(step, self.warm_up_steps, self.total_steps)
-        return _warm_up(step, self.warm_up_steps) * (self.final_frac + (1 - self.final_frac) * (1 + math.cos(math.pi * done)) / 2)
-
-
-Schedule = Annotated[Constant | Linear | Cosine, TAGGED]
-
-
-class NoOverlong(Section):
-    """Length costs nothing."""
-
-    kind: Literal["none"]
-
-
-class SoftOverlong(Section):
-    """0 to −`weight` over the last `cache_tokens` of `max_tokens`, −`weight` beyond. DAPO, 2503.14476, equation 13."""
-
-    kind: Literal["soft"]
-    max_tokens: int = Field(ge=1)
-    """Sampled tokens of a rollout at which the penalty is whole; as a rule all it may write."""
-    cache_tokens: int = Field(ge=1)
-    """Over how many tokens before that it grows; 4096 of 20480 in the paper."""
-    weight: float = Field(default=1.0, gt=0)
-    """The whole penalty, in units of reward; 1 in the paper, whose rewards are −1 and 1."""
-
-    @model_validator(mode="after")
-    def _the_cache_lies_below_the_limit(self) -> SoftOverlong:
-        if self.cache_tokens > self.max_tokens:
-            raise ConfigError("advantages.overlong.max_tokens, advantages.overlong.cache_tokens",
-                              value=(self.max_tokens, self.cache_tokens), allowed="cache_tokens of at most max_tokens",
-                              remedy="The penalty grows over the last cache_tokens of max_tokens.")
-        return self
-
-
-OverlongConfig = Annotated[NoOverlong | SoftOverlong, TAGGED]
-
-
-class _Shaped(Section):
-    overlong: OverlongConfig = NoOverlong(kind="none")
-    """What a rollout near its token limit loses before any baseline. `buffer.zero_variance` and reward metrics go by the reward alone."""
-
-
-class GRPO(_Shaped):
-    """(r − mean) / std of the group. 2402.03300."""
-
-    kind: Literal["grpo"]
-    unbiased_std: bool = True
-    """Divide by n − 1 as TRL and verl do, not by n; the paper says neither."""
-
-
-class DrGRPO(_Shaped):
-    """r − mean of the group. 2503.20783."""
-
-    kind: Literal["dr_grpo"]
-
-
-class RLOO(_Shaped):
-    """r − mean of the other rollouts of the group. 2402.14740."""
-
-    kind: Literal["rloo"]
-
-
-class MaxRL(Section):
-    """(r − mean) / mean of the group, for rewards 0 and 1: a group with a mean of 0 or less teaches nothing. 2602.02710."""
-
-    kind: Literal["maxrl"]
-
-
-class OPO(_Shaped):
-    """r − mean of the group, weighted by length: the baseline of least variance. 2505.23585."""
-
-    kind: Literal["opo"]
-
-
-class ReinforcePlusPlus(_Shaped):
-    """r, whitened over all tokens of the batch: `buffer.group_size` may be 1, and groups of equal rewards teach, if kept. 2501.03262."""
-
-    kind: Literal["reinforce_plus_plus"]
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount a sampled token, counted from the end."""
-
-
-class ReinforcePlusPlusBaseline(_Shaped):
-    """r − mean of the group, whitened over all tokens of the batch: one scale for all groups. 2501.03262."""
-
-    kind: Literal["reinforce_plus_plus_baseline"]
-
-
-AdvantagesConfig = Annotated[GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlus | ReinforcePlusPlusBaseline, TAGGED]
 
 
 class TrainerConfig(Section):
@@ -291,11 +156,3 @@ def require_loss_of(preset: Preset, *, loss: LossConfig) -> None:
             raise ConfigError(f"correction, loss.{field}", value=(preset.name, getattr(loss, field, None)),
                               allowed=f"with this preset the loss of its origin, {{{text}}}",
                               remedy=f"Write it so; or take the correction alone, {{kind: preset, name: {preset.name}, loss: any}}.")
-
-
-def _warm_up(step: int, warm_up_steps: int) -> float:
-    return min(1.0, (step + 1) / warm_up_steps) if warm_up_steps else 1.0
-
-
-def _progress(step: int, warm_up_steps: int, total_steps: int) -> float:
-    return min(1.0, max(0.0, (step - warm_up_steps) / max(1, total_steps - warm_up_steps)))

@@ -20,6 +20,8 @@ class _Loss(Section):
     anchor: ClassVar[Literal["proximal", "rollout"]]
     """The policy that the current one is compared with. A loss anchored at the rollout policy has the importance ratio in it already, and
     reads no weights."""
+    is_token_local: ClassVar[bool] = True
+    """Whether a token's loss depends on no other token's logprob: its gradient is then made in the forward pass."""
 
     kind: str
     aggregation: Aggregation = "token_mean"
@@ -85,6 +87,7 @@ class ImportanceSampling(_Loss):
 
 
 class _OverSequences(_Loss):
+    is_token_local = False
     aggregation: Aggregation = "seq_mean_token_mean"
     """How token losses become one number; the papers' mean over sequences. A token holds the loss of its sequence: `token_mean` weighs a
     sequence by its length."""
@@ -221,6 +224,7 @@ class VESPO(_Loss):
     """The ratio W of the whole sequence to the rollout policy, a product, reshaped to W^k · e^(λ(1 − W)). 2602.10693."""
 
     anchor = "rollout"
+    is_token_local = False
     kind: Literal["vespo"]
     power_positive: float = Field(default=2.0, gt=0)
     """k where the advantage is not negative."""

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.causal_lm import load_causal_lm
 from asyncrl.errors import ConfigError
 from asyncrl.train.attention import PACKED, PackedSegments, register
-from asyncrl.train.logprobs import token_logprobs
+from asyncrl.train.logprobs import CHUNK_LOGITS, Head, Objective, Predictions, token_logprobs, token_objective
 from asyncrl.train.microbatch import Microbatch, build, layout
 
 PARITY_TOLERANCE = 1e-3
@@ -50,15 +50,16 @@ class ForwardInputs:
 
 
 class Policy(nn.Module):
-    """Forward of one micro-batch: (logprobs [P] with gradient, entropy [P] detached)."""
+    """Forward of one micro-batch: logprobs [P] of the targets, entropy [P] in nats, and the value of an objective of both."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, *, chunk_logits: int = CHUNK_LOGITS) -> None:
         super().__init__()
         self.lm = lm
+        self._chunk_logits = chunk_logits
         self._max_tokens = _rope_limit(lm.config)
 
-    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
-        """Logprobs of the targets under the current weights; only predicting rows reach the head.
+    def forward(self, inputs: ForwardInputs, objective: Objective | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Under the current weights; only predicting rows reach the head. With an objective it alone has a gradient, else the others have.
 
         Raises ConfigError for a sequence whose length would change the rotary embedding of the others.
         """
@@ -68,9 +69,13 @@ class Policy(nn.Module):
                               allowed=f"one that does not depend on the longest sequence of a micro-batch, here {longest}",
                               remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
         hidden = self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
-                                    segments=inputs.segments).last_hidden_state[0]
-        return token_logprobs(hidden.index_select(0, inputs.sources), head=self.lm.get_output_embeddings(), targets=inputs.targets,
-                              temperatures=inputs.temperatures, vocabulary=self.lm.config.vocab_size)
+                                    segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
+        head = Head.of(self.lm.get_output_embeddings(), chunk_logits=self._chunk_logits)
+        predictions = Predictions(inputs.targets, inputs.temperatures)
+        if objective is None:
+            return *token_logprobs(hidden, head=head, predictions=predictions), None
+        total, logprobs, entropy = token_objective(hidden, head=head, predictions=predictions, objective=objective)
+        return logprobs, entropy, total
 
 
 def _rope_limit(config: PretrainedConfig) -> int | None:
@@ -105,7 +110,7 @@ def _check_parity(policy: Policy) -> None:
     targets = np.ones(11, np.bool_)
     targets[cu_seqlens[:-1]] = False
     whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=np.ones(2, np.float32), group_ids=np.arange(2))
-    ours, _ = policy(ForwardInputs.of(build(whole, (0, 1)), torch.device("cpu")))
+    ours, *_ = policy(ForwardInputs.of(build(whole, (0, 1)), torch.device("cpu")))
     places = build(whole, (0, 1)).places
     lm.set_attn_implementation("eager")
     theirs = torch.zeros(11)

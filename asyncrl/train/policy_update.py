@@ -24,7 +24,7 @@ from asyncrl.correction.proximal import log_linear, log_linear_alpha
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import weigh
 from asyncrl.train.loss_config import LossConfig
-from asyncrl.train.model import ForwardInputs
+from asyncrl.train.model import ForwardInputs, Policy
 
 ROWS = 5
 """Numbers a token leaves behind: logprob, entropy, loss, log-ratio, whether it was clipped."""
@@ -53,25 +53,45 @@ def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBa
     return dataclasses.replace(corrected, alpha=alpha)
 
 
-def backward(logprobs: Tensor, *, entropy: Tensor, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, world_size: int) -> Tensor:
+def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, world_size: int) -> Tensor:
     """Add the gradient of a micro-batch of P predictions; [ROWS, P] of what they were, detached.
 
     Args:
-        logprobs: [P] with gradient.
-        entropy: [P]
-        inputs: of the forward they come from.
+        policy: forward and backward run through it.
+        inputs: of the micro-batch.
         frozen: of the whole batch.
         settings: which loss, its arguments, how it is aggregated.
         world_size: FSDP2 averages gradients over so many ranks; the denominators already are those of all ranks.
     """
-    share = _loss_inputs(logprobs.detach(), inputs=inputs, frozen=frozen)
-    loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments)
-    total = aggregate(loss.losses, loss_mask=share.counted, cu_seqlens=inputs.cu_targets, denominators=frozen.denominators,
-                      mode=settings.aggregation, max_tokens=settings.max_tokens)
-    # The clamp of the ratio has gradient 0 at a logprob that is not finite: it must reach the guard all the same.
-    factor = torch.where(torch.isfinite(logprobs.detach()).all(), float(world_size), torch.nan)
-    (total * factor).backward()
-    return torch.stack([logprobs.detach(), entropy, loss.losses.detach(), loss.log_ratio, loss.clipped.to(entropy.dtype)])
+    rows = torch.zeros(ROWS, len(inputs.places), device=inputs.places.device)
+    factors = _factors(inputs, frozen=frozen, settings=settings) * world_size
+
+    def objective(logprobs: Tensor, entropy: Tensor, chosen: slice, *, cu_targets: Tensor | None = None) -> Tensor:
+        share = _loss_inputs(logprobs.detach(), places=inputs.places[chosen], cu_targets=cu_targets, frozen=frozen)
+        loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments)
+        rows[:, chosen] = torch.stack([logprobs.detach(), entropy.detach(), loss.losses.detach(), loss.log_ratio,
+                                       loss.clipped.to(entropy.dtype)])
+        # The clamp of the ratio has gradient 0 at a logprob that is not finite: it must reach the guard all the same.
+        fit = torch.where(torch.isfinite(logprobs.detach()).all(), 1.0, torch.nan)
+        return (loss.losses * factors[chosen]).sum() * fit
+
+    if settings.is_token_local:
+        policy(inputs, objective)[2].backward()
+    else:
+        logprobs, entropy, _ = policy(inputs)
+        objective(logprobs, entropy, slice(None), cu_targets=inputs.cu_targets).backward()
+    return rows
+
+
+def _factors(inputs: ForwardInputs, *, frozen: Frozen, settings: LossConfig) -> Tensor:
+    """[P] what each token's loss is multiplied by in the sum over ranks and micro-batches."""
+    places = inputs.places
+    counted = torch.ones_like(places, dtype=torch.bool) if frozen.corrected is None else frozen.corrected.counted[places]
+    with torch.enable_grad():
+        losses = torch.zeros(len(places), device=places.device, requires_grad=True)
+        total = aggregate(losses, loss_mask=counted, cu_seqlens=inputs.cu_targets, denominators=frozen.denominators,
+                          mode=settings.aggregation, max_tokens=settings.max_tokens)
+        return torch.autograd.grad(total, losses)[0]
 
 
 _FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
@@ -83,15 +103,17 @@ _FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
 """By `loss.kind`; a section's own settings are the arguments."""
 
 
-def _loss_inputs(logprobs: Tensor, *, inputs: ForwardInputs, frozen: Frozen) -> LossInputs:
-    """Those of the [P] predictions, whose current logprobs are detached."""
-    tokens, correction, corrected, places = frozen.tokens, frozen.correction, frozen.corrected, inputs.places
+def _loss_inputs(logprobs: Tensor, *, places: Tensor, cu_targets: Tensor | None, frozen: Frozen) -> LossInputs:
+    """Those of the tokens at `places`, whose current logprobs are detached; without offsets they pass for one sequence."""
+    tokens, correction, corrected = frozen.tokens, frozen.correction, frozen.corrected
+    if cu_targets is None:
+        cu_targets = torch.tensor([0, len(places)], device=places.device)
     rollout_logprobs, everywhere = tokens.rollout_logprobs[places], torch.ones_like(places, dtype=torch.bool)
     if corrected is None:
         batch = CorrectionBatch(
             rollout_logprobs=rollout_logprobs, proximal_logprobs=logprobs, advantages=tokens.advantages[places], loss_mask=everywhere,
-            turn_ids=tokens.turn_ids[places], policy_versions=tokens.policy_versions[places], cu_seqlens=inputs.cu_targets,
-            group_ids=torch.zeros_like(inputs.cu_targets[1:]), version=tokens.version)
+            turn_ids=tokens.turn_ids[places], policy_versions=tokens.policy_versions[places], cu_seqlens=cu_targets,
+            group_ids=torch.zeros_like(cu_targets[1:]), version=tokens.version)
         return LossInputs.of(batch, weigh(batch, dataclasses.replace(correction, proximal="recompute")))
     proximal_logprobs, weights = tokens.proximal_logprobs[places], corrected.weights[places]
     if corrected.alpha is not None:
@@ -100,4 +122,4 @@ def _loss_inputs(logprobs: Tensor, *, inputs: ForwardInputs, frozen: Frozen) -> 
         proximal_logprobs, weights = guess.logprobs, guess.weights
     return LossInputs(rollout_logprobs=rollout_logprobs, proximal_logprobs=proximal_logprobs, advantages=tokens.advantages[places],
                       weights=weights, keep_mask=corrected.keep_mask[places], counted=corrected.counted[places],
-                      cu_seqlens=inputs.cu_targets)
+                      cu_seqlens=cu_targets)

@@ -186,8 +186,7 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: Co
             then = at_update(applied, corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
             frozen = Frozen(tokens, correction, then, minibatch.denominators)
             for inputs in minibatch.inputs:
-                logprobs, entropy = trainee.policy(inputs)
-                rows[:, inputs.places] = backward(logprobs, entropy=entropy, inputs=inputs, frozen=frozen, settings=trainee.config.loss,
+                rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=frozen, settings=trainee.config.loss,
                                                   world_size=trainee.ranks.world_size)
             updates.append(trainee.optimizer.update(version=tokens.version))
     return Traces(*trainee.ranks.sum(rows), updates=updates)

@@ -71,7 +71,7 @@ def test_trl_follows_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import trl_grpo
 
-    from asyncrl.train.config import Linear
+    from asyncrl.train.schedule import Linear
 
     schedule = Linear(kind="linear", warm_up_steps=10, total_steps=100, final_frac=0.3)
     mine = [trl_grpo.schedule_factor(step, schedule.model_dump()) for step in range(120)]

@@ -2,22 +2,17 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.train.logprobs import token_logprobs
+from asyncrl.train.logprobs import Head, Predictions, token_logprobs, token_objective
+
+P, V, D = 64, 500, 8
 
 
-class Logits(nn.Module):
-    """A head whose logits are its input."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
-def of_logits(logits: list[list[float]], *, targets: list[int], temperatures: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_logprobs(torch.tensor(logits), head=Logits(), targets=torch.tensor(targets), temperatures=torch.tensor(temperatures),
-                          vocabulary=len(logits[0]))
+def of_logits(logits: list[list[float]], *, targets: list[int], temperatures: list[float]) -> tuple[Tensor, Tensor]:
+    head = Head(torch.eye(len(logits[0])), None)
+    return token_logprobs(torch.tensor(logits), head=head, predictions=Predictions(torch.tensor(targets), torch.tensor(temperatures)))
 
 
 def test_temperature_divides_logits_not_logprobs() -> None:
@@ -30,6 +25,12 @@ def test_entropy_is_that_of_the_sampled_distribution() -> None:
     assert entropy.item() == pytest.approx(-(0.2 * math.log(0.2) + 0.8 * math.log(0.8)))
 
 
+def test_logits_far_apart_leave_entropy_0_and_no_nan() -> None:
+    logprobs, entropy = of_logits([[1e4, 0.0], [0.0, -1e4]], targets=[0, 1], temperatures=[1.0, 1.0])
+    assert logprobs.tolist() == [0.0, -1e4]
+    assert entropy.tolist() == [0.0, 0.0]
+
+
 class LargestTensor(TorchDispatchMode):
     """Counts the elements of the largest result."""
 
@@ -38,35 +39,103 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
 
-def test_chunks_give_the_same_values_and_gradients_and_bound_the_largest_tensor() -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(8, 500, bias=False)
-    targets, temperatures = torch.randint(0, 500, (64,)), torch.rand(64) + 0.5
-    results = []
-    for chunk_elements in (1 << 24, 10 * 500):
-        hidden = torch.linspace(-1, 1, 64 * 8).view(64, 8).requires_grad_()
-        head.zero_grad()
-        with LargestTensor() as largest:
-            logprobs, entropy = token_logprobs(hidden, head=head, targets=targets, temperatures=temperatures, vocabulary=500,
-                                               chunk_elements=chunk_elements)
-            (logprobs * torch.arange(64)).sum().backward()
-        results.append((logprobs.detach(), entropy, hidden.grad, head.weight.grad.clone(), largest.elements))
-    whole, chunked = results
-    torch.testing.assert_close(whole[0], chunked[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(whole[1], chunked[1], rtol=0, atol=1e-5)
-    torch.testing.assert_close(whole[2], chunked[2], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(whole[3], chunked[3], rtol=1e-5, atol=1e-4)
-    assert whole[4] == 64 * 500
-    assert chunked[4] == 10 * 500
+class Case:
+    """Random hidden states, their head and targets, with a loss that is no linear function of logprobs and entropy."""
+
+    def __init__(self, *, bias: bool) -> None:
+        torch.manual_seed(0)
+        self.layer = nn.Linear(D, V, bias=bias)
+        self.hidden = torch.randn(P, D, requires_grad=True)
+        self.predictions = Predictions(torch.randint(0, V, (P,)), torch.rand(P) + 0.5)
+        self.slopes = torch.linspace(-1, 2, P)
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return (self.slopes[rows] * (0.1 * logprobs).exp() - 0.3 * entropy.square()).sum()
+
+    def gradients(self, total: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(total, [self.hidden, *self.layer.parameters()]))
+
+    def plain(self) -> list[Tensor]:
+        """Values and gradients by autograd on whole logits, in float64."""
+        hidden, weight, *bias = (x.double() for x in (self.hidden, *self.layer.parameters()))
+        logits = (hidden @ weight.t() + (bias[0] if bias else 0)) / self.predictions.temperatures.double()[:, None]
+        everything = torch.log_softmax(logits, dim=-1)
+        logprobs = everything.gather(1, self.predictions.targets[:, None])[:, 0]
+        entropy = -(everything.exp() * everything).sum(dim=-1)
+        return [logprobs, entropy, *self.gradients(self.loss(logprobs, entropy, slice(None)))]
+
+    def recomputed(self, chunk_logits: int) -> list[Tensor]:
+        logprobs, entropy = token_logprobs(self.hidden, head=Head.of(self.layer, chunk_logits=chunk_logits), predictions=self.predictions)
+        return [logprobs, entropy, *self.gradients(self.loss(logprobs, entropy, slice(None)))]
+
+    def in_the_forward(self, chunk_logits: int) -> list[Tensor]:
+        total, logprobs, entropy = token_objective(self.hidden, head=Head.of(self.layer, chunk_logits=chunk_logits),
+                                                   predictions=self.predictions, objective=self.loss)
+        torch.testing.assert_close(total, self.loss(logprobs, entropy, slice(None)))
+        assert not logprobs.requires_grad
+        assert not entropy.requires_grad
+        return [logprobs, entropy, *self.gradients(total)]
 
 
-def test_no_prediction_is_no_error() -> None:
-    logprobs, entropy = token_logprobs(torch.zeros(0, 4, requires_grad=True), head=Logits(), targets=torch.zeros(0, dtype=torch.int64),
-                                       temperatures=torch.zeros(0), vocabulary=4)
-    logprobs.sum().backward()
-    assert len(logprobs) == len(entropy) == 0
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 10, 64, 1000])
+@pytest.mark.parametrize("way", [Case.recomputed, Case.in_the_forward])
+def test_values_and_gradients_are_those_of_whole_logits(way, rows: int, bias: bool) -> None:
+    case = Case(bias=bias)
+    for ours, plain in zip(way(case, rows * V), case.plain(), strict=True):
+        torch.testing.assert_close(ours.double(), plain.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [Case.recomputed, Case.in_the_forward])
+def test_a_chunk_bounds_the_largest_tensor(way) -> None:
+    case = Case(bias=False)
+    with LargestTensor() as largest:
+        way(case, 10 * V)
+    assert largest.elements == 10 * V
+
+
+def test_both_ways_and_a_pass_without_gradient_give_the_same_bits() -> None:
+    case = Case(bias=True)
+    with torch.no_grad():
+        alone = token_logprobs(case.hidden, head=Head.of(case.layer, chunk_logits=7 * V), predictions=case.predictions)
+    for way in (Case.recomputed, Case.in_the_forward):
+        assert all(torch.equal(ours, other) for ours, other in zip(way(case, 7 * V), alone, strict=False))
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    case = Case(bias=False)
+    (case.hidden if frozen == "hidden" else case.layer.weight).requires_grad_(False)
+    total, *_ = token_objective(case.hidden, head=Head.of(case.layer), predictions=case.predictions, objective=case.loss)
+    total.backward()
+    assert (case.hidden.grad is None) == (frozen == "hidden")
+    assert (case.layer.weight.grad is None) == (frozen == "weight")
+
+
+def test_half_precision_sums_the_weight_gradient_in_float32() -> None:
+    case = Case(bias=False)
+    case.layer.bfloat16()
+    case.hidden = case.hidden.detach().bfloat16().requires_grad_()
+    fine, coarse = case.in_the_forward(V), case.in_the_forward(1 << 20)
+    plain = case.plain()
+    for ours in (fine, coarse):
+        assert ours[3].dtype == torch.bfloat16
+        torch.testing.assert_close(ours[3].double(), plain[3].double(), rtol=0.05, atol=0.05)
+
+
+def test_no_prediction_is_no_error_and_a_zero_gradient() -> None:
+    case = Case(bias=False)
+    none = Predictions(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+    hidden = torch.zeros(0, D, requires_grad=True)
+    logprobs, entropy = token_logprobs(hidden, head=Head.of(case.layer), predictions=none)
+    (logprobs.sum() + entropy.sum()).backward()
+    total, *_ = token_objective(hidden, head=Head.of(case.layer), predictions=none,
+                                objective=lambda logprobs, entropy, rows: logprobs.sum())
+    total.backward()
+    assert total.item() == 0.0
+    assert not case.layer.weight.grad.any()
