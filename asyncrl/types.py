@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, NonFiniteError, ShapeError
+from asyncrl.records import NOTHING, RecordsBuilder, TokenRecords
 
 NOT_SAMPLED = -1
 """Policy version of a token the policy did not sample (prompt, environment, framework)."""
@@ -158,8 +159,8 @@ class Sequence:
     """[T], -1 for the prompt, then the number of the turn."""
     spans: tuple[Span, ...]
     """Run-length policy versions over the sampled tokens, ordered, without overlap."""
-    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Named arrays whose first axis is T."""
+    records: TokenRecords = NOTHING
+    """What the engine recorded of the tokens for the trainer's forward."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -189,9 +190,9 @@ class Sequence:
     def check(self) -> None:
         """Raise ShapeError or NonFiniteError unless all arrays agree on T, spans tile the sampled tokens, logprobs are finite."""
         lengths = {name: len(getattr(self, name)) for name in ("tokens", "loss_mask", "rollout_logprobs", "turn_ids")}
-        lengths |= {f"extras[{name}]": len(array) for name, array in self.extras.items()}
         if len(set(lengths.values())) != 1:
             raise ShapeError(f"per-token arrays of one sequence must have one length, got {lengths}")
+        self.records.check(self.tokens)
         end = 0
         for span in self.spans:
             if not end <= span.start < span.end <= len(self) or span.policy_version < 0:
@@ -213,6 +214,7 @@ class SequenceBuilder:
         self._mask: list[NDArray[np.bool_]] = []
         self._turns: list[NDArray[np.int16]] = []
         self._spans: list[Span] = []
+        self._records = RecordsBuilder()
         self._length = 0
         self._append(np.asarray(tuple(prompt_tokens), dtype=np.int32), None, turn=-1, trainable=False)
 
@@ -230,8 +232,11 @@ class SequenceBuilder:
         return sum(span.end - span.start for span in self._spans)
 
     def sampled(self, tokens: NDArray[np.int32], *, logprobs: NDArray[np.float32], policy_version: int,
-                kv_fresh: bool, turn: int) -> None:
-        """Append tokens the policy sampled, [n] int32 with [n] float32 logprobs. Raises ShapeError, NonFiniteError."""
+                kv_fresh: bool, turn: int, records: TokenRecords = NOTHING) -> None:
+        """Append tokens the policy sampled, [n] int32 with [n] float32 logprobs; `records` as `RecordsBuilder.add` takes them.
+
+        Raises ShapeError, NonFiniteError.
+        """
         if logprobs is None or len(tokens) != len(logprobs):
             got = None if logprobs is None else len(logprobs)
             raise ShapeError(f"{len(tokens)} sampled tokens came with {got} logprobs; each needs one")
@@ -242,6 +247,7 @@ class SequenceBuilder:
         if not len(tokens):
             return
         start = self._length
+        self._records.add(records, np.asarray(tokens, dtype=np.int32), start=start)
         self._append(np.asarray(tokens, dtype=np.int32), values, turn=turn, trainable=True)
         last = self._spans[-1] if self._spans else None
         if last and last.end == start and (last.policy_version, last.kv_fresh) == (policy_version, kv_fresh):
@@ -256,7 +262,7 @@ class SequenceBuilder:
     def build(self) -> Sequence:
         """The checked, frozen sequence."""
         sequence = Sequence(tokens=self.tokens, loss_mask=np.concatenate(self._mask), rollout_logprobs=np.concatenate(self._logprobs),
-                            turn_ids=np.concatenate(self._turns), spans=tuple(self._spans))
+                            turn_ids=np.concatenate(self._turns), spans=tuple(self._spans), records=self._records.build(self._length))
         sequence.check()
         return sequence
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError, NonFiniteError, ShapeError
+from asyncrl.records import KeptSets, TokenRecords
 from asyncrl.types import NOT_SAMPLED, Batch, Prompt, Rollout, RolloutGroup, Sampling, Sequence, SequenceBuilder, Span, Status
 
 
@@ -79,7 +80,8 @@ def test_no_tokens_leave_no_span():
 
 @pytest.mark.parametrize(("change", "error"), [
     ({"turn_ids": np.zeros(2, np.int16)}, ShapeError),
-    ({"extras": {"kept": np.zeros((2, 5))}}, ShapeError),
+    ({"records": TokenRecords(experts=np.zeros((2, 5, 1), np.int16))}, ShapeError),
+    ({"records": TokenRecords(KeptSets.of([np.empty(0, np.int32), np.array([2, 5], np.int32), np.array([4], np.int32)]))}, ShapeError),
     ({"spans": (Span(1, 3, 0), Span(2, 3, 0))}, ShapeError),
     ({"spans": (Span(1, 4, 0),)}, ShapeError),
     ({"spans": (Span(1, 3, -1),)}, ShapeError),

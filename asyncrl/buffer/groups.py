@@ -81,5 +81,5 @@ class LateRollouts:
 
 def rollout_bytes(rollout: Rollout) -> int:
     """Bytes of all arrays of a rollout."""
-    return sum(array.nbytes for sequence in rollout.sequences
-               for array in (sequence.tokens, sequence.loss_mask, sequence.rollout_logprobs, sequence.turn_ids, *sequence.extras.values()))
+    return sum(part.nbytes for sequence in rollout.sequences
+               for part in (sequence.tokens, sequence.loss_mask, sequence.rollout_logprobs, sequence.turn_ids, sequence.records))

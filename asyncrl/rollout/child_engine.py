@@ -1,8 +1,9 @@
 """The controller's side of an engine that lives in a child process; needs neither torch nor an engine's own packages.
 
-    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error]]} with tokens and logprobs
-    requests          {new: [[key, prompt tokens, budget, temperature, stop, kept set]], cancelled: [key]} with all prompts in a row;
-                      a kept set is [top_p, top_k or 0, min_p]
+    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error, expert rows]]} with tokens,
+                      logprobs and, where some were wanted, records
+    requests          {new: [[key, prompt tokens, budget, temperature, stop, truncation, wanted]], cancelled: [key]} with all prompts in a
+                      row; a truncation is [top_p, top_k or 0, min_p], wanted is [kept sets, routed experts]
     hold              {} → {running: [key]}; starts no more requests until resume
     pause             {kind} → {messages: how many chunk messages were sent so far}
     apply             {manifest} → {state_hash, pause_s, recomputed_tokens}
@@ -23,6 +24,7 @@ from asyncrl.channel import Reply
 from asyncrl.child import Child
 from asyncrl.errors import AbortNotHonoured, ChildDied, EngineError
 from asyncrl.paths import RunPaths
+from asyncrl.rollout.chunk_stream import records_of
 from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import ModelFacts, budget_tokens, refuse_unservable
@@ -137,8 +139,8 @@ class ChildEngine:
             new, self._new = self._new, {}
             cancelled, self._cancelled = self._cancelled, []
             rows = [(key, len(request.tokens), budget_tokens(request, self._facts), float(request.sampling.temperature),
-                     request.sampling.stop, (request.sampling.top_p, request.sampling.top_k or 0, request.sampling.min_p))
-                    for key, request in new.items()]
+                     request.sampling.stop, (request.sampling.top_p, request.sampling.top_k or 0, request.sampling.min_p),
+                     (request.wanted.kept_sets, request.wanted.routed_experts)) for key, request in new.items()]
             tokens = np.concatenate([request.tokens for request in new.values()]) if new else np.zeros(0, np.int32)
             await child.call("requests", {"new": rows, "cancelled": cancelled}, arrays={"tokens": tokens}, timeout_s=_CALL_TIMEOUT_S)
 
@@ -150,15 +152,15 @@ class ChildEngine:
             self._progress.set()
 
     def _accept(self, reply: Reply) -> None:
-        version, start = reply.body["version"], 0
-        for key, count, kv_fresh, finish, error in reply.body["rows"]:
+        version, rows, start = reply.body["version"], reply.body["rows"], 0
+        for (key, count, kv_fresh, finish, error, _), records in zip(rows, records_of(rows, reply.arrays), strict=True):
             end = start + count
             mailbox = self._open.pop(key, None) if finish else self._open.get(key)
             if mailbox is not None and finish == Status.ENGINE_ERROR.value:
                 mailbox.fail(EngineError(error))
             elif mailbox is not None:
                 mailbox.put(Chunk(tokens=reply.arrays["tokens"][start:end], logprobs=reply.arrays["logprobs"][start:end],
-                                  policy_version=version, kv_fresh=kv_fresh, finish=Status(finish) if finish else None))
+                                  policy_version=version, kv_fresh=kv_fresh, finish=Status(finish) if finish else None, records=records))
             start = end
 
     async def _watch(self, work: Coroutine[None, None, None]) -> None:

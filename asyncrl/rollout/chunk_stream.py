@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.channel import Channel
+from asyncrl.records import NOTHING, KeptSets, TokenRecords, joined
 from asyncrl.types import Status
 
 
@@ -22,6 +25,8 @@ class Emission:
     kv_fresh: bool
     finish: Status | None
     error: str = ""
+    records: TokenRecords = NOTHING
+    """As in `Chunk`."""
 
 
 class ChunkStream:
@@ -42,9 +47,27 @@ class ChunkStream:
         if not emissions:
             return
         assert self._stream_id is not None, "the controller opens the stream before it sends a request"
-        rows = [(emission.key, len(emission.tokens), emission.kv_fresh, emission.finish and emission.finish.value, emission.error)
-                for emission in emissions]
+        rows = [(emission.key, len(emission.tokens), emission.kv_fresh, emission.finish and emission.finish.value, emission.error,
+                 0 if emission.records.experts is None else len(emission.records.experts)) for emission in emissions]
         arrays = {"tokens": np.fromiter(chain.from_iterable(emission.tokens for emission in emissions), dtype=np.int32),
                   "logprobs": np.fromiter(chain.from_iterable(emission.logprobs for emission in emissions), dtype=np.float32)}
+        arrays |= joined([(TokenRecords(emission.records.kept), len(emission.tokens)) for emission in emissions]).arrays()
+        experts = [emission.records.experts for emission in emissions if emission.records.experts is not None]
+        arrays |= {"experts": np.concatenate(experts)} if experts else {}
         self.messages += 1
         self._channel.reply(self._stream_id, {"version": version, "rows": rows}, arrays=arrays, last=False)
+
+
+def records_of(rows: Iterable[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenRecords]:
+    """The records of each row of a message."""
+    whole = TokenRecords.of_arrays(arrays)
+    starts = None if whole.kept is None else whole.kept.offsets
+    token = routed = 0
+    for _, count, _, _, _, passed in rows:
+        kept = experts = None
+        if whole.kept is not None and starts is not None and count:
+            kept = KeptSets(whole.kept.counts[token:token + count], whole.kept.ids[starts[token]:starts[token + count]])
+        if whole.experts is not None and passed:
+            experts = whole.experts[routed:routed + passed]
+        token, routed = token + count, routed + passed
+        yield TokenRecords(kept, experts)

@@ -69,7 +69,7 @@ class InlineEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, kept_sets=True)
+            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True)
 
 
 class TransformersEngineConfig(Section):
@@ -150,7 +150,7 @@ class VLLMEngineConfig(Section):
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
             stop_strings=True, bit_reproducible=False, context_tokens=context_tokens, lowest_temperature=_LOWEST_VLLM_TEMPERATURE,
-            kept_sets=True)
+            truncates=True)
 
 
 EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, TAGGED]

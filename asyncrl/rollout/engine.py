@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.paths import RunPaths
+from asyncrl.records import NOTHING, NOTHING_WANTED, TokenRecords, Wanted
 from asyncrl.types import KEPT_SET_FIELDS, Sampling, Status
 from asyncrl.weights.manifest import Manifest
 
@@ -43,13 +44,17 @@ class Capabilities:
     """Prompt plus completion may not exceed this."""
     lowest_temperature: float = 0.0
     """Below it the engine would sample at another one."""
-    kept_sets: bool = False
+    truncates: bool = False
     """`top_p`, `top_k` and `min_p`, applied after the temperature, min_p first, top_p last; logprobs are then those of the renormalised
-    distribution. Evaluation alone may ask for it."""
+    distribution."""
+    kept_sets: bool = False
+    """It records what these left of the vocabulary at each sampled token. Without, completions that are trained on may not ask for them."""
+    routed_experts: bool = False
+    """It records, with a mixture of experts, where each token went that passed through the model."""
 
     def unfollowed(self, sampling: Sampling) -> tuple[str, ...]:
         """Fields beyond temperature and stop strings that the engine does not have."""
-        return tuple(name for name in sampling.biased_fields() if not (self.kept_sets and name in KEPT_SET_FIELDS))
+        return tuple(name for name in sampling.biased_fields() if not (self.truncates and name in KEPT_SET_FIELDS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +70,8 @@ class GenerationRequest:
     wave: str | None = None
     """Sampled together with the requests of the same wave that wait, and no other, by engines that are `bit_reproducible`: how many
     rows a matrix product has may change its last bits. None: with whatever waits."""
+    wanted: Wanted = NOTHING_WANTED
+    """What is to be recorded; of an engine that can."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +84,9 @@ class Chunk:
     policy_version: int
     kv_fresh: bool
     finish: Status | None = None
+    records: TokenRecords = NOTHING
+    """What was wanted: the n kept sets; the experts of each token that newly passed through the model, of which the last is the one
+    before the last of `tokens`. Those of a part of the prompt whose keys were cached may be missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class Session:
         if chunk.finish is Status.NONFINITE_LOGPROB:
             return
         builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh,
-                        turn=self._turn)
+                        turn=self._turn, records=chunk.records)
         self._ledger.generated(self.key, len(chunk.tokens))
 
     def _allowed(self, sampling: Sampling) -> Sampling:

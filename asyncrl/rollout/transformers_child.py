@@ -74,7 +74,7 @@ class _Child:
     def _requests(self, request: Request) -> Mapping[str, Any]:
         tokens = request.arrays["tokens"].tolist()
         jobs, start = [], 0
-        for key, length, budget, temperature, _, _ in request.body["new"]:
+        for key, length, budget, temperature, _, _, _ in request.body["new"]:
             jobs.append(Job(key, tokens[start:start + length], budget, temperature))
             start += length
         self.sampler.submit(jobs)

@@ -193,7 +193,7 @@ class _Child:
 
     async def _requests(self, request: Request) -> Mapping[str, Any]:
         tokens, start = request.arrays["tokens"].tolist(), 0
-        for key, length, budget, temperature, stop, kept_set in request.body["new"]:
+        for key, length, budget, temperature, stop, kept_set, _ in request.body["new"]:
             params = sampling_params(budget=budget, temperature=temperature, stop=stop, kept_set=kept_set, eos_tokens=self._eos_tokens)
             self._waiting[key] = _Job(key, tokens[start:start + length], params)
             start += length

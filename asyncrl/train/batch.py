@@ -12,7 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from asyncrl.errors import NonFiniteError, RunAborted, ShapeError, StalenessError
+from asyncrl.records import NOTHING, TokenRecords, joined
 from asyncrl.types import NOT_SAMPLED, Batch, Rollout, Sequence
+
+_RECORDS = ("kept_counts", "kept_ids", "experts")
+"""Names of the arrays of `TokenRecords`; a file has those there are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +47,8 @@ class PackedBatch:
     """[R]"""
     valid: NDArray[np.bool_]
     """[R], false for a rollout that failed: it has no place in its group's baseline."""
+    records: TokenRecords = NOTHING
+    """What the engines recorded of the T tokens."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -65,6 +71,7 @@ class PackedBatch:
         if bool(self.loss_mask[starts].any()):
             sequence = int(np.flatnonzero(self.loss_mask[self.cu_seqlens[:-1]])[0])
             raise ShapeError(f"sequence {sequence} has a trainable first token: nothing comes before it that could predict it")
+        self.records.check(self.tokens)
         newest = int(self.policy_versions.max(initial=NOT_SAMPLED, where=self.loss_mask))
         if newest > self.version:
             raise StalenessError(f"a token was sampled by version {newest}, newer than version {self.version} the step trains from")
@@ -75,9 +82,9 @@ class PackedBatch:
 
     def save(self, path: Path) -> None:
         """Write the file `load` maps; the folder exists. Raises RunAborted where there is no room for it."""
-        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "version"}
+        arrays = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ("version", "records")}
         try:
-            save_file(arrays, path, metadata={"version": str(self.version)})
+            save_file(arrays | self.records.arrays(), path, metadata={"version": str(self.version)})
         except SafetensorError as error:
             raise RunAborted(f"the batch of version {self.version} cannot be written for the trainer: {error}") from error
 
@@ -85,7 +92,9 @@ class PackedBatch:
     def load(cls, path: Path) -> PackedBatch:
         """The batch `save` wrote."""
         with safe_open(path, "np") as file:
-            return cls(version=int(file.metadata()["version"]), **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            records = TokenRecords.of_arrays({name: file.get_tensor(name) for name in _RECORDS if name in file.keys()})  # noqa: SIM118
+            return cls(version=int(file.metadata()["version"]), records=records,
+                       **{name: file.get_tensor(name) for name in file.keys() if name not in _RECORDS})  # noqa: SIM118
 
 
 def pack(batch: Batch) -> PackedBatch:
@@ -108,6 +117,7 @@ def pack(batch: Batch) -> PackedBatch:
         rewards=np.array([_reward(rollout) for rollout in rollouts], np.float32),
         group_ids=np.array([rollout.group_id for rollout in rollouts], np.int64),
         valid=valid,
+        records=joined([(sequence.records, len(sequence)) for sequence in sequences]),
     )
     packed.check()
     return packed

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.records import NO_EXPERT, NOTHING, KeptSets, TokenRecords
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
@@ -30,6 +32,8 @@ class Layout:
     """[N] input tokens of each sequence: those before its last target."""
     shared: NDArray[np.int64]
     """[N] how many of them are the same in the whole group."""
+    records: TokenRecords = NOTHING
+    """Of the T tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +67,14 @@ class Microbatch:
     """[P] index of the target in the batch's [T]."""
     cu_targets: NDArray[np.int64]
     """[S + 1] where the predictions of each of the S sequences start."""
+    kept: KeptSets | None = None
+    """Of the P targets."""
+    experts: NDArray[np.int16] | None = None
+    """[U, layers, experts of a token] recorded for each row; of a shared row, by the first sequence that has a record of it."""
 
 
 def layout(tokens: NDArray[np.int32], *, cu_seqlens: NDArray[np.int64], targets: NDArray[np.bool_],
-           temperatures: NDArray[np.float32], group_ids: NDArray[np.int64]) -> Layout:
+           temperatures: NDArray[np.float32], group_ids: NDArray[np.int64], records: TokenRecords = NOTHING) -> Layout:
     """Adds what each sequence costs and shares to the arrays of a batch (their meaning: `Layout`)."""
     count = len(temperatures)
     costs = np.zeros(count, np.int64)
@@ -79,7 +87,7 @@ def layout(tokens: NDArray[np.int32], *, cu_seqlens: NDArray[np.int64], targets:
         if len(members) > 1:
             shared[members] = _common_prefix(tokens, starts=cu_seqlens[members], length=int(costs[members].min()))
     return Layout(tokens=tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=group_ids,
-                  costs=costs, shared=shared)
+                  costs=costs, shared=shared, records=records)
 
 
 def build(whole: Layout, sequences: tuple[int, ...]) -> Microbatch:
@@ -94,7 +102,8 @@ def build(whole: Layout, sequences: tuple[int, ...]) -> Microbatch:
     lengths = whole.costs[chosen]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    tokens = whole.tokens[np.repeat(whole.cu_seqlens[chosen], lengths) + positions].astype(np.int64)
+    inputs = np.repeat(whole.cu_seqlens[chosen], lengths) + positions
+    tokens = whole.tokens[inputs].astype(np.int64)
     rows, first = _rows(whole, chosen, positions=positions, starts=starts)
     places, sources = _predictions(whole, chosen, starts=starts)
     cu_targets = np.searchsorted(sources, starts)
@@ -103,7 +112,9 @@ def build(whole: Layout, sequences: tuple[int, ...]) -> Microbatch:
     segments = Segments(tuple(zip(counts.tolist(), values.tolist(), strict=True)), None if plain else rows, None if plain else first)
     return Microbatch(tokens=tokens[first], positions=positions[first], segments=segments, sources=rows[sources],
                       targets=whole.tokens[places].astype(np.int64), places=places, cu_targets=cu_targets,
-                      temperatures=np.repeat(whole.temperatures[chosen], np.diff(cu_targets)))
+                      temperatures=np.repeat(whole.temperatures[chosen], np.diff(cu_targets)),
+                      kept=None if whole.records.kept is None else whole.records.kept.take(places),
+                      experts=_experts(whole.records, inputs=inputs, rows=rows, first=first))
 
 
 def _rows(whole: Layout, chosen: NDArray[np.int64], *, positions: NDArray[np.int64],
@@ -115,6 +126,18 @@ def _rows(whole: Layout, chosen: NDArray[np.int64], *, positions: NDArray[np.int
     canonical = np.where(is_shared, np.repeat(starts[leader[group]], lengths) + positions, np.arange(len(positions)))
     first, rows = np.unique(canonical, return_inverse=True)
     return rows, first
+
+
+def _experts(records: TokenRecords, *, inputs: NDArray[np.int64], rows: NDArray[np.int64],
+             first: NDArray[np.int64]) -> NDArray[np.int16] | None:
+    """[U, L, k] of what was recorded of the tokens at `inputs`, [E], the first record of each row."""
+    if records.experts is None:
+        return None
+    known = records.experts[inputs, 0, 0] != NO_EXPERT
+    recorded, where = np.unique(rows[known], return_index=True)
+    chosen = first.copy()
+    chosen[recorded] = np.flatnonzero(known)[where]
+    return records.experts[inputs[chosen]]
 
 
 def _predictions(whole: Layout, chosen: NDArray[np.int64], *,
