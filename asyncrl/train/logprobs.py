@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from asyncrl.train.kept_rows import KeptRows
+
 CHUNK_LOGITS = 1 << 24
 """Logits of a chunk: 64 MiB in float32, twice that alive, large enough that the matrix products run at full speed."""
 
@@ -59,6 +61,8 @@ class Predictions:
     """[P] int64"""
     temperatures: Tensor
     """[P] float32"""
+    kept: KeptRows | None = None
+    """The sets they were sampled among: logprobs and entropy are those of the distribution over the set. None: over the vocabulary."""
 
 
 def token_logprobs(hidden: Tensor, *, head: Head, predictions: Predictions) -> tuple[Tensor, Tensor]:
@@ -86,7 +90,7 @@ class _Chunk:
 
     rows: slice
     shifted: Tensor
-    """[n, V] logits / temperature − their maximum; no less than `_IMPOSSIBLE`."""
+    """[n, V] logits / temperature − their maximum; no less than `_IMPOSSIBLE`, which is what a token outside the kept set has."""
     exp: Tensor
     """[n, V] e^shifted."""
     log_sum: Tensor
@@ -102,6 +106,8 @@ def _chunks(hidden: Tensor, head: Head, predictions: Predictions) -> Iterator[_C
         rows = slice(start, min(start + head.chunk_rows, len(hidden)))
         targets, temperatures = predictions.targets[rows], predictions.temperatures[rows]
         shifted = linear(hidden[rows], head.weight, head.bias).float().div_(temperatures[:, None])
+        if predictions.kept is not None:
+            predictions.kept.mask_(shifted, rows)
         shifted.sub_(shifted.amax(dim=-1, keepdim=True))
         exp = shifted.exp()
         total = exp.sum(dim=-1)

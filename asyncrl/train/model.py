@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.causal_lm import load_causal_lm
 from asyncrl.errors import ConfigError
 from asyncrl.train.attention import PACKED, PackedSegments, register
+from asyncrl.train.kept_rows import KeptRows
 from asyncrl.train.logprobs import CHUNK_LOGITS, Head, Objective, Predictions, token_logprobs, token_objective
 from asyncrl.train.microbatch import Microbatch, build, layout
 
@@ -34,6 +35,7 @@ class ForwardInputs:
     temperatures: Tensor
     places: Tensor
     cu_targets: Tensor
+    kept: KeptRows | None = None
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> ForwardInputs:
@@ -46,7 +48,7 @@ class ForwardInputs:
                    segments=PackedSegments(segments.runs, None if segments.expand is None else put(segments.expand),
                                            None if segments.collapse is None else put(segments.collapse)),
                    sources=put(microbatch.sources), targets=put(microbatch.targets), temperatures=put(microbatch.temperatures),
-                   places=put(microbatch.places), cu_targets=put(microbatch.cu_targets))
+                   places=put(microbatch.places), cu_targets=put(microbatch.cu_targets), kept=KeptRows.of(microbatch.kept, device))
 
 
 class Policy(nn.Module):
@@ -71,7 +73,7 @@ class Policy(nn.Module):
         hidden = self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
                                     segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
         head = Head.of(self.lm.get_output_embeddings(), chunk_logits=self._chunk_logits)
-        predictions = Predictions(inputs.targets, inputs.temperatures)
+        predictions = Predictions(inputs.targets, inputs.temperatures, inputs.kept)
         if objective is None:
             return *token_logprobs(hidden, head=head, predictions=predictions), None
         total, logprobs, entropy = token_objective(hidden, head=head, predictions=predictions, objective=objective)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from asyncrl.channel import Channel, Reply, Request, serve_calls
+from asyncrl.records import TokenRecords
 from asyncrl.train import checkpoint
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
@@ -73,7 +74,8 @@ class RankTrainer:
         targets = np.ones(len(tokens), np.bool_)
         targets[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = False
         alone = np.arange(len(temperatures))
-        whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=alone)
+        whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=alone,
+                       records=TokenRecords.of_arrays(request.arrays))
         plans = plan(whole.costs, shared=whole.shared, group_ids=alone, ranks=self._ranks.world_size,
                      microbatch_tokens=self._spec.config.trainer.microbatch_tokens)
         logprobs = torch.zeros(len(tokens), device=self._ranks.device)

@@ -137,7 +137,7 @@ def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...
     settings, ranks = trainee.config.trainer, trainee.ranks
     group_ids = batch.group_ids[batch.rollout_ids]
     whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=batch.temperatures,
-                   group_ids=group_ids)
+                   group_ids=group_ids, records=batch.records)
     groups = np.unique(group_ids[whole.costs > 0])
     minibatches = []
     for chosen in np.array_split(groups, min(settings.minibatches_per_step, len(groups))):

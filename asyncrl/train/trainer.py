@@ -26,6 +26,7 @@ from asyncrl.errors import AsyncRLError, CheckpointError, ChildDied, RunAborted,
 from asyncrl.metrics import Metrics
 from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths
+from asyncrl.records import joined
 from asyncrl.train import checkpoint_store
 from asyncrl.train.batch import offsets, pack
 from asyncrl.train.checkpoint_store import checkpoint_folder
@@ -144,13 +145,17 @@ class Trainer:
         return str(self._paths.recorded_batch(step)) if every is not None and step % every == 0 else ""
 
     async def score(self, sequences: SequenceOf[Sequence], *, temperature: float | SequenceOf[float] = 1.0) -> list[NDArray[np.float32]]:
-        """[T] float32 logprobs of each sequence under the current weights, 0 at index 0. One temperature for all, or one for each."""
+        """[T] float32 logprobs of each sequence under the current weights, 0 at index 0. One temperature for all, or one for each.
+
+        Tokens with a kept set are normalised over it.
+        """
         kept = list(sequences)
         if not kept:
             return []
         cu_seqlens = offsets(kept)
         arrays = {"tokens": np.concatenate([sequence.tokens for sequence in kept]), "cu_seqlens": cu_seqlens,
-                  "temperatures": np.array(np.broadcast_to(temperature, len(kept)), np.float32)}
+                  "temperatures": np.array(np.broadcast_to(temperature, len(kept)), np.float32),
+                  **joined([(sequence.records, len(sequence)) for sequence in kept]).arrays()}
         logprobs = (await self._call("score", arrays=arrays))[0].arrays["logprobs"]
         return [logprobs[start:end] for start, end in itertools.pairwise(cu_seqlens.tolist())]
 
