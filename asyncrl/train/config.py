@@ -136,9 +136,10 @@ class TrainConfig(Section):
     @property
     def has_proximal_pass(self) -> bool:
         """Whether a step begins with a forward over the batch. It is left out where it cannot differ from the forward that trains, with
-        one update a step and a correction that needs one token at a time, and where the proximal logprobs are guessed."""
+        one update a step, and a correction and loss that need one token at a time; and where the proximal logprobs are guessed."""
         correction = self.build_correction()
-        return correction.proximal == "recompute" and not (self.trainer.updates_per_step == 1 and correction.is_token_local)
+        is_needless = self.trainer.updates_per_step == 1 and correction.is_token_local and not self.loss.looks_at_batch
+        return correction.proximal == "recompute" and not is_needless
 
 
 def validated(tree: dict[str, Any]) -> TrainConfig:

@@ -1,0 +1,20 @@
+"""What a step works on, on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.train.config import TrainConfig
+from asyncrl.train.model import Policy
+from asyncrl.train.optim import Optimizer
+from asyncrl.train.parallel import Ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainee:
+    """The policy and what trains it; every rank has its share."""
+
+    policy: Policy
+    optimizer: Optimizer
+    ranks: Ranks
+    config: TrainConfig
