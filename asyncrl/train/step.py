@@ -98,6 +98,7 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
+    metrics.merge(trainee.rate_scale.metrics())
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
                        trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected),
@@ -140,7 +141,8 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Fr
             for inputs in minibatch.inputs:
                 rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=now, settings=trainee.config.loss,
                                                   over=Shares(minibatch.denominators, trainee.ranks.world_size))
-            updates.append(trainee.optimizer.update(version=tokens.version))
+            scale = trainee.rate_scale.of_update(rows[0], inputs=minibatch.inputs, rollout_logprobs=tokens.rollout_logprobs)
+            updates.append(trainee.optimizer.update(version=tokens.version, scale=scale))
     return Traces(*trainee.ranks.sum(rows), updates=updates)
 
 

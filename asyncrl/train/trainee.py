@@ -8,6 +8,7 @@ from asyncrl.train.config import TrainConfig
 from asyncrl.train.model import Policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.parallel import Ranks
+from asyncrl.train.rate_scale import RateScale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,5 +17,6 @@ class Trainee:
 
     policy: Policy
     optimizer: Optimizer
+    rate_scale: RateScale
     ranks: Ranks
     config: TrainConfig
