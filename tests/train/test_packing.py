@@ -1,17 +1,20 @@
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.train.batch import pack
 from asyncrl.train.microbatch import Layout, build, layout
-from asyncrl.train.packing import plan
+from asyncrl.train.packing import PAIR_COST, plan
 from tests.train.train_data import batch_of, random_batch, rollout, sequence
 
 
 def spread(costs: list[int], *, ranks: int, microbatch_tokens: int, group_ids: list[int] | None = None) -> tuple:
     ids = list(range(len(costs))) if group_ids is None else group_ids
     return plan(np.array(costs), shared=np.zeros(len(costs), np.int64), group_ids=np.array(ids), ranks=ranks,
-                microbatch_tokens=microbatch_tokens)
+                microbatch_tokens=microbatch_tokens).ranks
 
 
 @settings(max_examples=200, deadline=None)
@@ -31,6 +34,84 @@ def test_every_sequence_is_computed_once_and_ranks_have_equal_counts(rows: list,
 def test_unequal_loads_get_equal_counts_of_microbatches() -> None:
     first, second = spread([95, 95, 95, 95, 95, 100], ranks=2, microbatch_tokens=100)
     assert len(first) == len(second) == 3
+
+
+LOGNORMAL = st.tuples(st.integers(0, 10_000), st.integers(64, 400), st.sampled_from([200, 2000]))
+"""Seed, sequences, mean tokens."""
+
+
+def lognormal(seed: int, count: int, mean: int) -> np.ndarray:
+    """Lengths as rollouts have them: many short ones, a few of 8k."""
+    return np.random.default_rng(seed).lognormal(np.log(mean) - 0.32, 0.8, count).astype(np.int64).clip(1, 8192)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOGNORMAL, st.sampled_from([1, 2, 4, 8]), st.sampled_from([8192, 16384, 32768]))
+def test_lognormal_lengths_leave_under_3_percent_of_the_budget_empty_and_ranks_even(drawn: tuple, ranks: int, budget: int) -> None:
+    costs = lognormal(*drawn)
+    packing = plan(costs, shared=np.zeros_like(costs), group_ids=np.arange(len(costs)), ranks=ranks, microbatch_tokens=budget)
+    counts = {len(microbatches) for microbatches in packing.ranks}
+    (count,) = counts
+    computed = sorted(n for microbatches in packing.ranks for sequences in microbatches for n in sequences)
+    assert computed == list(range(len(costs)))
+    loads = np.array([[costs[list(sequences)].sum() for sequences in microbatches] for microbatches in packing.ranks])
+    assert loads.max() <= budget
+    # as good as any packing into bins 3% smaller
+    least = math.ceil(int(costs.sum()) / (ranks * budget))
+    assert least <= count <= math.ceil(int(costs.sum()) / (0.97 * ranks * budget))
+    assert packing.waste == max(0.0, 1 - int(costs.sum()) / (ranks * budget * (count - 1)) if count > 1 else 0.0) < 0.03
+    work = np.array([[costs[list(s)].sum() + PAIR_COST * (costs[list(s)] * (costs[list(s)] + 1)).sum() / 2 for s in microbatches]
+                     for microbatches in packing.ranks])
+    assert packing.imbalance == pytest.approx(1 - work.sum() / (ranks * work.max(axis=0).sum()))
+    # one sequence may be more work than a rank's share, and full budgets leave no choice
+    longest = float(costs.max() + PAIR_COST * costs.max() ** 2 / 2)
+    share, fill = work.sum() / (ranks * count), int(costs.sum()) / (ranks * count * budget)
+    assert packing.imbalance < 0.05 or longest > 0.95 * share or fill > 0.95
+    again = plan(costs, shared=np.zeros_like(costs), group_ids=np.arange(len(costs)), ranks=ranks, microbatch_tokens=budget)
+    assert again == packing
+
+
+@settings(max_examples=30, deadline=None)
+@given(LOGNORMAL, st.integers(2, 16), st.integers(1, 1000), st.sampled_from([1, 4]))
+def test_keeping_groups_together_saves_rows_and_costs_one_forward_at_most(drawn: tuple, group_size: int, prompt: int, ranks: int) -> None:
+    completions = lognormal(*drawn)[:len(lognormal(*drawn)) // group_size * group_size]
+    group_ids, costs = np.arange(len(completions)) // group_size, completions + prompt
+    shared = np.full_like(costs, prompt)
+    packing = plan(costs, shared=shared, group_ids=group_ids, ranks=ranks, microbatch_tokens=16384)
+    alone = plan(costs, shared=np.zeros_like(costs), group_ids=np.arange(len(costs)), ranks=ranks, microbatch_tokens=16384)
+    bins = [list(sequences) for microbatches in packing.ranks for sequences in microbatches if sequences]
+    rows = sum(int(completions[members].sum()) + prompt * len(np.unique(group_ids[members])) for members in bins)
+    assert all(int(completions[members].sum()) + prompt * len(np.unique(group_ids[members])) <= 16384 for members in bins)
+    assert len(packing.ranks[0]) <= len(alone.ranks[0]) + 1
+    assert rows <= int(costs.sum())
+    count = len(packing.ranks[0])
+    assert packing.waste == pytest.approx(max(0.0, 1 - rows / (ranks * 16384 * (count - 1))) if count > 1 else 0.0)
+
+
+def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
+    """By tokens, one of 4,000 and one of 1,000 are half of all; by work, the long one alone is."""
+    lengths = np.array([4000] + [1000] * 6)
+
+    def shares(pair_cost: float) -> list[int]:
+        packing = plan(lengths, shared=np.zeros(7, np.int64), group_ids=np.arange(7), ranks=2, microbatch_tokens=8192, pair_cost=pair_cost)
+        return sorted(len(sequences) for (sequences,) in packing.ranks)
+
+    assert (shares(0.0), shares(1 / 2000)) == ([2, 5], [1, 6])
+
+
+def test_what_ranks_wait_is_the_sum_over_rounds_of_the_slowest() -> None:
+    packing = plan(np.array([100, 50, 100]), shared=np.zeros(3, np.int64), group_ids=np.arange(3), ranks=2, microbatch_tokens=100,
+                   pair_cost=0.0)
+    assert packing.ranks == (((0,), (1,)), ((2,), ()))
+    assert packing.imbalance == pytest.approx(1 - 250 / (2 * (100 + 50)))
+    assert packing.waste == 0.0
+
+
+def test_a_microbatch_that_a_perfect_packing_would_not_need_is_waste() -> None:
+    """Three of 60 fill no two budgets of 100, though 180 tokens would."""
+    packing = plan(np.array([60] * 3), shared=np.zeros(3, np.int64), group_ids=np.arange(3), ranks=1, microbatch_tokens=100)
+    assert len(packing.ranks[0]) == 3
+    assert packing.waste == pytest.approx(1 - 180 / 200)
 
 
 def test_fewer_sequences_than_ranks_leave_dummies() -> None:
