@@ -19,6 +19,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "aspo": {"clip_low": 0.01, "clip_high": 0.01, "cap_positive": 1.01, "cap_negative": 1.01},
     "dppo_tv": {"low": 0.01, "high": 0.01, "cap": 1.1}, "dppo_kl": {"limit": 0.01, "cap": 1.1},
     "prime_rl_dppo": {"low": 0.01, "high": 0.01, "kl_tau": 0.1}, "prime_rl_ipo": {"threshold": 0.01, "kl_tau": 0.1},
+    "m2po": {"limit": 1.0, "exact": False, "min_clip_low": 0.9, "min_clip_high": 9.0}, "gepo": {"clip_low": 0.01, "clip_high": 0.01},
     "vespo": {f"{name}_{sign}": 1.5 for name in ("power", "decay") for sign in ("positive", "negative")}, "dro": {"beta": 0.5}}
 """Another value of each setting that is the loss's own."""
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -54,6 +55,7 @@ FLIPS: dict[str, Flip] = {
         {"kind": "bounds", "statistic": "ratio", "level": "sequence", "low": 0.004, "high": 0.5}]),
     "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),
     **{f"loss.{kind}.aggregation": flip("seq_mean_token_sum", see.trained, **NO_CORRECTION) for kind in LOSSES},
+    **{f"loss.{kind}.entropy_coefficient": flip(0.01, see.trained, **NO_CORRECTION) for kind in LOSSES},
     **{f"loss.{kind}.max_tokens": flip(16, see.trained, **NO_CORRECTION, loss={"kind": kind, "aggregation": "dr_grpo", "max_tokens": 8})
        for kind in LOSSES},
     **{f"loss.{kind}.{name}": flip(value, see.trained, **NO_CORRECTION) for kind, others in LOSSES.items()
@@ -65,13 +67,16 @@ def _of(section: str, *names: str) -> set[str]:
 
 
 _BOUNDS = _of("correction.custom", "mask_low", "mask_high", "truncate_low", "truncate_high", "reject.bounds.low", "reject.bounds.high")
-_FROM_ZERO = {"clip_low", "clip_high", "log_clip_low", "log_clip_high", "low", "high", "limit", "kl_tau", "threshold", "beta"}
-_BELOW_ONE = {"clip_low", "low", "high", "threshold"}
+_FROM_ZERO = {"clip_low", "clip_high", "log_clip_low", "log_clip_high", "low", "high", "limit", "kl_tau", "threshold", "beta",
+              "min_clip_low", "min_clip_high", "entropy_coefficient"}
+_BELOW_ONE = {"clip_low", "low", "high", "threshold", "min_clip_low", "exact"}
 ACCEPTED: dict[str, set[str]] = {
     "zero": {"correction.custom.reject.opsm.limit",
-             *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in others if name in _FROM_ZERO)},
+             *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in {*others, "entropy_coefficient"} & _FROM_ZERO
+               if (kind, name) != ("m2po", "limit"))},
     "large": {*_of("correction.custom.reject", "bounds.high", "geometric.high", "dppo_kl.high", "kpop.high", "opsm.limit", "outlier.high",
                    "second_moment.limit", "vaco.high"),
-              *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in {*others, "max_tokens"} - _BELOW_ONE)},
+              *(f"loss.{kind}.{name}" for kind, others in LOSSES.items()
+                for name in {*others, "max_tokens", "entropy_coefficient"} - _BELOW_ONE)},
     "null": {*_BOUNDS, "loss.cispo.clip_low", *(f"loss.{kind}.dual_clip" for kind in ("decoupled_ppo", "ppo"))}, "list": _BOUNDS}
 """What the numbers of these sections take of what `test_config_numbers` tries."""

@@ -28,6 +28,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from asyncrl.errors import AbortNotHonoured, EngineError
 from asyncrl.rollout.chunk_stream import Emission
 from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.transformers_scheduler import replace_scheduler
 from asyncrl.types import Status
 
 PAGE_TOKENS = 32
@@ -88,6 +89,7 @@ class Sampler:
         self._manager.start()
         self.pause(Interruption.DRAIN)
         _check_batches(self._batches())
+        replace_scheduler(self._batches())
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; they start as soon as there is room, and none while held or paused."""

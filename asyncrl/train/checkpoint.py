@@ -95,10 +95,18 @@ def _require_whole(tensors: Mapping[str, Tensor], reader: HuggingFaceStorageRead
     stored = reader.read_metadata().state_dict_metadata
     for name, found in stored.items():
         if name not in tensors:
-            raise CheckpointError(f"{folder} holds {name}, which this model does not have")
+            raise CheckpointError(f"{folder} holds {name}, which this model does not have{_remedy(name)}")
         if found.size != tensors[name].shape:
             raise CheckpointError(f"{folder} holds {name} of shape {list(found.size)}, this model has {list(tensors[name].shape)}")
     held = {name: sum(chunk.sizes.numel() for chunk in found.chunks) for name, found in stored.items()}
     wrong = [name for name, tensor in tensors.items() if held.get(name, 0) != tensor.numel()]
     if wrong:
-        raise CheckpointError(f"{folder} lacks elements of {wrong[0]}, or has some twice ({len(wrong)} tensors are not whole)")
+        raise CheckpointError(f"{folder} lacks elements of {wrong[0]}, or has some twice ({len(wrong)} tensors are not whole)"
+                              f"{_remedy(wrong[0])}")
+
+
+def _remedy(name: str) -> str:
+    """State of the optimizer, beside the model's, depends on settings."""
+    if name.startswith("model/"):
+        return ""
+    return ": set trainer.frozen, which takes parameters their moments, and trainer.learning_rate_scale as they were when it was saved"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -14,33 +14,18 @@ from asyncrl.settings import Seconds, Section, Workers, refuse_unread
 from asyncrl.train.advantages_config import GRPO, AdvantagesConfig
 from asyncrl.train.correction_config import CorrectionConfig, NamedCorrection
 from asyncrl.train.loss_config import DecoupledPPO, LossConfig
-from asyncrl.train.schedule import Constant, Schedule
-
-LearningRate = Annotated[float, Field(gt=0, le=1)]
-"""Of AdamW, whose update of a weight is about this large: above 1 nothing of the model would be left after a step."""
-Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
-"""Decay of AdamW's first and second moment, a step."""
+from asyncrl.train.optimizer_config import LearningRateScale, NoScale, OptimizerSettings
 
 
-class TrainerConfig(Section):
+class TrainerConfig(OptimizerSettings):
     """Processes, optimizer and limits of the trainer."""
 
     processes: int = Field(default=1, ge=0, le=1024)
     """Ranks, each a child process, at most as many as an update has rollouts; 0 trains in the calling process."""
     threads: Workers = 1
     """CPU threads of each rank."""
-    learning_rate: LearningRate
-    """Of AdamW, at the schedule's highest."""
-    schedule: Schedule = Constant(kind="constant")
-    """A function of the policy version alone, so a resumed run follows it exactly."""
-    betas: Betas = (0.9, 0.95)
-    """Of AdamW; 0.95 forgets old gradients in 20 steps, as GPT-3 (2005.14165) and DeepSeek-V3 (2412.19437) have it."""
-    eps: float = Field(default=1e-8, gt=0, le=1)
-    """Of AdamW, added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
-    """Decoupled; on matrices alone, not on norms and biases."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """A gradient longer than this, over all parameters, is scaled down to it."""
+    learning_rate_scale: LearningRateScale = NoScale()
+    """What the learning rate is multiplied by, beside the schedule."""
     microbatch_tokens: int = Field(default=4096, ge=1)
     """Most tokens of one forward; a longer sequence has one of its own."""
     minibatches_per_step: int = Field(default=1, ge=1)
@@ -79,10 +64,6 @@ class TrainerConfig(Section):
                               allowed="bfloat16 with processes of at least 1",
                               remedy="Set trainer.processes to 1: mixed precision is FSDP2's, and needs a process group.")
         return self
-
-    def learning_rate_at(self, version: int) -> float:
-        """Of the step that trains from this policy version."""
-        return self.learning_rate * self.schedule.factor(version)
 
     @property
     def updates_per_step(self) -> int:
@@ -136,9 +117,10 @@ class TrainConfig(Section):
     @property
     def has_proximal_pass(self) -> bool:
         """Whether a step begins with a forward over the batch. It is left out where it cannot differ from the forward that trains, with
-        one update a step and a correction that needs one token at a time, and where the proximal logprobs are guessed."""
+        one update a step, and a correction and loss that need one token at a time; and where the proximal logprobs are guessed."""
         correction = self.build_correction()
-        return correction.proximal == "recompute" and not (self.trainer.updates_per_step == 1 and correction.is_token_local)
+        is_needless = self.trainer.updates_per_step == 1 and correction.is_token_local and not self.loss.looks_at_batch
+        return correction.proximal == "recompute" and not is_needless
 
 
 def validated(tree: dict[str, Any]) -> TrainConfig:

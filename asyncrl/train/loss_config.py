@@ -22,6 +22,10 @@ class _Loss(Section):
     reads no weights."""
     is_token_local: ClassVar[bool] = True
     """Whether a token's loss depends on no other token's logprob: its gradient is then made in the forward pass."""
+    not_arguments: ClassVar[tuple[str, ...]] = ()
+    """Settings of what is found on the whole batch, for the function, before its first update; with proximal logprobs that are computed."""
+    looks_at_batch: ClassVar[bool] = False
+    """Whether there is such a thing."""
 
     kind: str
     aggregation: Aggregation = "token_mean"
@@ -29,6 +33,9 @@ class _Loss(Section):
     it says `kept`."""
     max_tokens: int | None = Field(default=None, ge=1)
     """The constant length of `dr_grpo`, and of nothing else."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """So many times the entropy of a token's distribution is taken off its loss, in every loss, on the tokens a correction keeps.
+    Williams & Peng 1991; recipes that do so have 1e-3 to 1e-2."""
 
     @model_validator(mode="after")
     def _constant_length_belongs_to_dr_grpo(self) -> _Loss:
@@ -41,7 +48,8 @@ class _Loss(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """Of the loss function."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in _Loss.model_fields}
+        return {name: getattr(self, name) for name in type(self).model_fields
+                if name not in _Loss.model_fields and name not in self.not_arguments}
 
 
 class _Clipped(_Loss):
@@ -220,6 +228,37 @@ class PrimeRLIPO(_Loss):
     """Of the squared log-ratio."""
 
 
+class M2PO(_Loss):
+    """PPO's clip around the policy that sampled, as wide as the second moment of the batch's log-ratios allows. 2510.01161. Looks at the
+    proximal policy, which costs a forward over the batch."""
+
+    anchor = "rollout"
+    not_arguments = ("limit", "exact")
+    looks_at_batch = True
+    kind: Literal["m2po"]
+    limit: float = Field(default=0.04, gt=0)
+    """Mean squared log-ratio of proximal to rollout, over the tokens that push away, to which the clip brings it; 0.04 in the paper."""
+    exact: bool = True
+    """The clip at which the mean is just that. false: the authors' code, the largest log-ratio of the batch that keeps it below."""
+    min_clip_low: float = Field(default=0.0, ge=0, le=1)
+    """The clip lies at 1 − this or lower; the authors' code has 0.3."""
+    min_clip_high: float = Field(default=0.0, ge=0)
+    """And at 1 + this or higher; 0.5 there."""
+
+
+class GEPO(_OverSequences):
+    """PPO's clip on a sequence's probability against what its group was expected to have. 2508.17850. The expectation is of the tokens that
+    the correction keeps, which costs a forward over the batch."""
+
+    anchor = "rollout"
+    looks_at_batch = True
+    kind: Literal["gepo"]
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio has no gradient below 1 − this where the advantage is negative; 0.2 in the authors' code."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """Nor above 1 + this where it is positive."""
+
+
 class VESPO(_Loss):
     """The ratio W of the whole sequence to the rollout policy, a product, reshaped to W^k · e^(λ(1 − W)). 2602.10693."""
 
@@ -249,4 +288,4 @@ class DRO(_Loss):
 
 LossConfig = Annotated[
     DecoupledPPO | PPO | Reinforce | ImportanceSampling | GSPO | GSPOToken | GMPO | CISPO | CISPOAbsolute | SAPO | ASPO | DPPOTV | DPPOKL
-    | PrimeRLDPPO | PrimeRLIPO | VESPO | DRO, TAGGED]
+    | PrimeRLDPPO | PrimeRLIPO | M2PO | GEPO | VESPO | DRO, TAGGED]

@@ -10,8 +10,8 @@ Where the proximal logprobs come from decides what is frozen:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from asyncrl.correction.aggregate import Denominators, aggregate
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.policy_loss import LossInputs, PolicyLoss
 from asyncrl.correction.proximal import log_linear, log_linear_alpha
+from asyncrl.correction.ratios import masked_log_ratio
+from asyncrl.correction.second_moment import second_moment_tau
 from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import weigh
-from asyncrl.train.loss_config import LossConfig
+from asyncrl.train.loss_config import GEPO, M2PO, LossConfig
 from asyncrl.train.model import ForwardInputs, Policy
 
 ROWS = 5
@@ -38,8 +40,31 @@ class Frozen:
     correction: Correction
     corrected: Corrected | None
     """None: the proximal logprobs are those of the forward that trains."""
+    found: Mapping[str, float | Tensor] = field(default_factory=dict)
+    """Of `found_in`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What one micro-batch is a share of."""
+
     denominators: Denominators
     """Of the update, over all ranks."""
+    world_size: int
+    """FSDP2 averages gradients over so many ranks; the denominators already are those of all ranks."""
+
+
+def found_in(tokens: CorrectionBatch, corrected: Corrected, *, settings: LossConfig) -> dict[str, float | Tensor]:
+    """Arguments of the loss that are found once, on the whole batch, whatever its split: numbers, or [T] of each token."""
+    match settings:
+        case M2PO():
+            log_ratio = masked_log_ratio(tokens.proximal_logprobs, sampled_logprobs=tokens.rollout_logprobs, mask=corrected.keep_mask)
+            return {"tau": float(second_moment_tau(log_ratio, advantages=tokens.advantages, mask=corrected.keep_mask,
+                                                   limit=settings.limit, exact=settings.exact))}
+        case GEPO():
+            return {"group_expectation": catalog.log_group_expectation(
+                tokens.rollout_logprobs, mask=corrected.keep_mask, cu_seqlens=tokens.cu_seqlens, group_ids=tokens.group_ids)}
+    return {}
 
 
 def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBatch, updates: int) -> Corrected | None:
@@ -53,7 +78,7 @@ def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBa
     return dataclasses.replace(corrected, alpha=alpha)
 
 
-def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, world_size: int) -> Tensor:
+def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, over: Shares) -> Tensor:
     """Add the gradient of a micro-batch of P predictions; [ROWS, P] of what they were, detached.
 
     Args:
@@ -61,19 +86,23 @@ def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings:
         inputs: of the micro-batch.
         frozen: of the whole batch.
         settings: which loss, its arguments, how it is aggregated.
-        world_size: FSDP2 averages gradients over so many ranks; the denominators already are those of all ranks.
+        over: of the update.
     """
     rows = torch.zeros(ROWS, len(inputs.places), device=inputs.places.device)
-    factors = _factors(inputs, frozen=frozen, settings=settings) * world_size
+    factors = _factors(inputs, frozen=frozen, settings=settings, denominators=over.denominators) * over.world_size
 
     def objective(logprobs: Tensor, entropy: Tensor, chosen: slice, *, cu_targets: Tensor | None = None) -> Tensor:
         share = _loss_inputs(logprobs.detach(), places=inputs.places[chosen], cu_targets=cu_targets, frozen=frozen)
-        loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments)
-        rows[:, chosen] = torch.stack([logprobs.detach(), entropy.detach(), loss.losses.detach(), loss.log_ratio,
+        found = {name: value[inputs.places[chosen]] if isinstance(value, Tensor) else value for name, value in frozen.found.items()}
+        loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments, **found)
+        total = loss.losses
+        if settings.entropy_coefficient:
+            total = total + losses.entropy_bonus(entropy, keep_mask=share.keep_mask, coefficient=settings.entropy_coefficient)
+        rows[:, chosen] = torch.stack([logprobs.detach(), entropy.detach(), total.detach(), loss.log_ratio,
                                        loss.clipped.to(entropy.dtype)])
         # The clamp of the ratio has gradient 0 at a logprob that is not finite: it must reach the guard all the same.
         fit = torch.where(torch.isfinite(logprobs.detach()).all(), 1.0, torch.nan)
-        return (loss.losses * factors[chosen]).sum() * fit
+        return (total * factors[chosen]).sum() * fit
 
     if settings.is_token_local:
         policy(inputs, objective)[2].backward()
@@ -83,13 +112,13 @@ def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings:
     return rows
 
 
-def _factors(inputs: ForwardInputs, *, frozen: Frozen, settings: LossConfig) -> Tensor:
+def _factors(inputs: ForwardInputs, *, frozen: Frozen, settings: LossConfig, denominators: Denominators) -> Tensor:
     """[P] what each token's loss is multiplied by in the sum over ranks and micro-batches."""
     places = inputs.places
     counted = torch.ones_like(places, dtype=torch.bool) if frozen.corrected is None else frozen.corrected.counted[places]
     with torch.enable_grad():
         losses = torch.zeros(len(places), device=places.device, requires_grad=True)
-        total = aggregate(losses, loss_mask=counted, cu_seqlens=inputs.cu_targets, denominators=frozen.denominators,
+        total = aggregate(losses, loss_mask=counted, cu_seqlens=inputs.cu_targets, denominators=denominators,
                           mode=settings.aggregation, max_tokens=settings.max_tokens)
         return torch.autograd.grad(total, losses)[0]
 
@@ -99,8 +128,8 @@ _FUNCTIONS: dict[str, Callable[..., PolicyLoss]] = {
     "importance_sampling": losses.importance_sampling, "gspo": sequence_losses.gspo, "gspo_token": sequence_losses.gspo_token,
     "gmpo": sequence_losses.gmpo, "cispo": catalog.cispo, "cispo_absolute": catalog.cispo_absolute, "sapo": catalog.sapo,
     "aspo": catalog.aspo, "dppo_tv": catalog.dppo_tv, "dppo_kl": catalog.dppo_kl, "prime_rl_dppo": catalog.prime_rl_dppo,
-    "prime_rl_ipo": catalog.prime_rl_ipo, "vespo": catalog.vespo, "dro": catalog.dro}
-"""By `loss.kind`; a section's own settings are the arguments."""
+    "prime_rl_ipo": catalog.prime_rl_ipo, "m2po": catalog.m2po, "gepo": catalog.gepo, "vespo": catalog.vespo, "dro": catalog.dro}
+"""By `loss.kind`; a section's own settings are the arguments, beside those of `found_in`."""
 
 
 def _loss_inputs(logprobs: Tensor, *, places: Tensor, cu_targets: Tensor | None, frozen: Frozen) -> LossInputs:

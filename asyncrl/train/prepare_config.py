@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.settings import TAGGED, Section, Seed, Workers
-from asyncrl.train.config import Betas, LearningRate
+from asyncrl.train.optimizer_config import Betas, LearningRate
 
 
 class ModelFolder(Section):

@@ -21,9 +21,11 @@ from asyncrl.train.export import export_folder
 from asyncrl.train.microbatch import build, layout
 from asyncrl.train.model import ForwardInputs, load_policy
 from asyncrl.train.optim import Optimizer
+from asyncrl.train.optim_groups import freeze
 from asyncrl.train.packing import plan
 from asyncrl.train.parallel import connect, shard
 from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.rate_scale import RateScale
 from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
 from asyncrl.train.step import Trainee, train_step
 from asyncrl.weights.publisher import Publisher
@@ -40,12 +42,14 @@ class RankTrainer:
         torch.set_num_threads(spec.config.trainer.threads)
         self._spec = spec
         policy = load_policy(Path(spec.model))
+        freeze(policy.lm, spec.config.trainer.frozen)
         self._ranks = connect(rank=spec.rank, world_size=spec.world_size, rendezvous=Path(spec.rendezvous) if spec.rendezvous else None,
                               timeout_s=spec.config.trainer.step_timeout_s)
         shard(policy, self._ranks, compute_dtype=_compute_dtype(spec.config, self._ranks.device))
         self._lm = policy.lm
-        optimizer = Optimizer(dict(policy.lm.named_parameters()), config=spec.config.trainer, ranks=self._ranks)
-        self._trainee = Trainee(policy=policy, optimizer=optimizer, ranks=self._ranks, config=spec.config)
+        optimizer = Optimizer(policy.lm.named_parameters(remove_duplicate=False), config=spec.config.trainer, ranks=self._ranks)
+        rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
+        self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config)
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -135,7 +139,8 @@ class RankTrainer:
         return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()} | self._trainee.optimizer.moments()
+        model = {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()}
+        return model | self._trainee.optimizer.moments() | self._trainee.rate_scale.tensors()
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:

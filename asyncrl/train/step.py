@@ -9,6 +9,7 @@ advantages need no communication; the [T] numbers that do are summed once, each 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -16,33 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.correction.aggregate import Denominators, aggregate, count
+from asyncrl.correction.aggregate import aggregate, count
 from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.correction.diagnostics import diagnose_update
-from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import correct
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
 from asyncrl.train.advantages import shaping_metrics, token_advantages
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
-from asyncrl.train.flops import ModelFlops
-from asyncrl.train.microbatch import build, layout
-from asyncrl.train.model import ForwardInputs, Policy
-from asyncrl.train.optim import Optimizer, Update
-from asyncrl.train.packing import Packing, plan
-from asyncrl.train.parallel import Ranks
-from asyncrl.train.policy_update import ROWS, Frozen, at_update, backward
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Trainee:
-    """What a step works on, on one rank."""
-
-    policy: Policy
-    optimizer: Optimizer
-    ranks: Ranks
-    config: TrainConfig
+from asyncrl.train.minibatch import Minibatch, minibatches_of, packing_metrics
+from asyncrl.train.optim import Update
+from asyncrl.train.passes import score
+from asyncrl.train.policy_update import ROWS, Frozen, Shares, at_update, backward, found_in
+from asyncrl.train.trainee import Trainee
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,17 +46,6 @@ class StepOutcome:
     """Loss tokens that reached an applied update with a weight."""
     tokens: CorrectionBatch | None = None
     """The batch with true proximal logprobs; None where there were none, or not finite ones."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Minibatch:
-    """The share of one update: what this rank computes, and the denominators of all ranks."""
-
-    inputs: tuple[ForwardInputs, ...]
-    packing: Packing
-    loss_mask: Tensor
-    """[T] loss tokens of the minibatch, on all ranks."""
-    denominators: Denominators
 
 
 @dataclass(slots=True, eq=False)
@@ -96,31 +73,33 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     tokens.check()
     correction = trainee.config.build_correction()
     minibatches = minibatches_of(trainee, batch)
+    scores = score(trainee, minibatches)
+    if not scores.is_finite:
+        return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
     corrected = correct(tokens, correction) if correction.proximal == "log_linear" else None
-    if trainee.config.has_proximal_pass:
-        tokens = dataclasses.replace(tokens, proximal_logprobs=_proximal(trainee, minibatches, like=tokens.rollout_logprobs))
-        if not bool(torch.isfinite(tokens.proximal_logprobs).all()):
-            return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
+    if scores.proximal_logprobs is not None:
+        tokens = dataclasses.replace(tokens, proximal_logprobs=scores.proximal_logprobs)
         corrected = correct(tokens, correction)
-        minibatches = tuple(_counting(minibatch, corrected, tokens=tokens) for minibatch in minibatches)
-    traces = _updates(trainee, minibatches, tokens=tokens, correction=correction, corrected=corrected)
+        minibatches = tuple(minibatch.counting(corrected, tokens=tokens) for minibatch in minibatches)
+    found = {} if corrected is None else found_in(tokens, corrected, settings=trainee.config.loss)
+    frozen = Frozen(tokens, correction, corrected, found=found)
+    traces = _updates(trainee, minibatches, frozen=frozen)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
     has_proximal = trainee.config.has_proximal_pass
     if not has_proximal and trainee.config.trainer.updates_per_step == 1:
         tokens, has_proximal = dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), True
-    if not nonfinite and corrected is None:
-        corrected = correct(tokens, correction)
     metrics = Metrics()
     if not nonfinite:
+        corrected = correct(tokens, correction) if corrected is None else corrected
         metrics.merge(corrected.metrics)
         metrics.merge(shaping_metrics(trainee.config.advantages, batch))
-        _record(metrics, traces, tokens=tokens, corrected=corrected, config=trainee.config)
-    metrics.mean("train/packing_waste/mean", sum(minibatch.packing.waste for minibatch in minibatches), count=len(minibatches))
-    metrics.mean("train/rank_imbalance/mean", sum(minibatch.packing.imbalance for minibatch in minibatches), count=len(minibatches))
+        _record(metrics, traces, frozen=dataclasses.replace(frozen, tokens=tokens, corrected=corrected), config=trainee.config)
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
+    metrics.merge(trainee.rate_scale.metrics())
+    metrics.merge(packing_metrics(minibatches))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
                        trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected),
@@ -134,26 +113,6 @@ def _require_whole_rollouts(batch: PackedBatch, *, aggregation: str) -> None:
         forked = int(np.argmax(sequences > 1))
         raise ShapeError(f"loss.aggregation = {aggregation!r} averages over sequences, and rollout {rollouts[forked]} of the batch has "
                          f"{sequences[forked]}: it would weigh {sequences[forked]} times. Use token_mean or token_sum.")
-
-
-def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...]:
-    """Whole groups for each update, spread over ranks and micro-batches; the same plan on every rank."""
-    settings, ranks = trainee.config.trainer, trainee.ranks
-    group_ids = batch.group_ids[batch.rollout_ids]
-    whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=batch.temperatures,
-                   group_ids=group_ids, records=batch.records)
-    groups = np.unique(group_ids[whole.costs > 0])
-    flops = ModelFlops.of(trainee.policy.lm.config, parameters=sum(parameter.numel() for parameter in trainee.policy.lm.parameters()))
-    minibatches = []
-    for chosen in np.array_split(groups, min(settings.minibatches_per_step, len(groups))):
-        inside = np.isin(group_ids, chosen)
-        packing = plan(np.where(inside, whole.costs, 0), shared=whole.shared, group_ids=group_ids, ranks=ranks.world_size,
-                       microbatch_tokens=settings.microbatch_tokens, pair_cost=flops.pair_cost)
-        mask = torch.from_numpy(batch.loss_mask & np.repeat(inside, np.diff(batch.cu_seqlens)))
-        minibatches.append(Minibatch(
-            inputs=tuple(ForwardInputs.of(build(whole, sequences), ranks.device) for sequences in packing.ranks[ranks.rank]),
-            packing=packing, loss_mask=mask.to(ranks.device), denominators=count(mask, cu_seqlens=torch.from_numpy(batch.cu_seqlens))))
-    return tuple(minibatches)
 
 
 def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
@@ -170,37 +129,22 @@ def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
         group_ids=put(batch.group_ids[batch.rollout_ids]), version=batch.version)
 
 
-@torch.no_grad()
-def _proximal(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, like: Tensor) -> Tensor:
-    """[T] logprobs under the weights at the start of the step, by the micro-batches that will train."""
-    proximal = torch.zeros_like(like)
-    for minibatch in minibatches:
-        for inputs in minibatch.inputs:
-            proximal[inputs.places] = trainee.policy(inputs)[0]
-    return trainee.ranks.sum(proximal)
-
-
-def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, tokens: CorrectionBatch, correction: Correction,
-             corrected: Corrected | None) -> Traces:
+def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen) -> Traces:
+    tokens, settings = frozen.tokens, trainee.config.trainer
     rows = tokens.rollout_logprobs.new_zeros(ROWS, len(tokens.loss_mask))
     updates: list[Update] = []
     trainee.policy.zero_grad()  # what a step that failed half-way may have left
-    for _ in range(trainee.config.trainer.epochs):
+    for _ in range(settings.epochs):
         for minibatch in minibatches:
             applied = sum(update.skipped is None for update in updates)
-            then = at_update(applied, corrected=corrected, tokens=tokens, updates=trainee.config.trainer.epochs * len(minibatches))
-            frozen = Frozen(tokens, correction, then, minibatch.denominators)
+            then = at_update(applied, corrected=frozen.corrected, tokens=tokens, updates=settings.epochs * len(minibatches))
+            now = dataclasses.replace(frozen, corrected=then)
             for inputs in minibatch.inputs:
-                rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=frozen, settings=trainee.config.loss,
-                                                  world_size=trainee.ranks.world_size)
-            updates.append(trainee.optimizer.update(version=tokens.version))
+                rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=now, settings=trainee.config.loss,
+                                                  over=Shares(minibatch.denominators, trainee.ranks.world_size))
+            scale = trainee.rate_scale.of_update(rows[0], inputs=minibatch.inputs, rollout_logprobs=tokens.rollout_logprobs)
+            updates.append(trainee.optimizer.update(version=tokens.version, scale=scale))
     return Traces(*trainee.ranks.sum(rows), updates=updates)
-
-
-def _counting(minibatch: Minibatch, corrected: Corrected, *, tokens: CorrectionBatch) -> Minibatch:
-    """With the denominators that the correction leaves."""
-    counted = minibatch.loss_mask & corrected.counted
-    return dataclasses.replace(minibatch, denominators=count(counted, cu_seqlens=tokens.cu_seqlens))
 
 
 def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *, corrected: Corrected | None) -> int:
@@ -214,14 +158,27 @@ def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *
     return int((corrected.keep_mask & reached).sum())
 
 
-def _record(metrics: Metrics, traces: Traces, *, tokens: CorrectionBatch, corrected: Corrected, config: TrainConfig) -> None:
-    mask, counted, clipped = tokens.loss_mask, corrected.counted, traces.clipped.bool()
-    loss = aggregate(traces.losses, loss_mask=counted, cu_seqlens=tokens.cu_seqlens, mode=config.loss.aggregation,
-                     denominators=count(counted, cu_seqlens=tokens.cu_seqlens), max_tokens=config.loss.max_tokens)
-    metrics.mean("train/loss/mean", float(loss), count=1)
+def _record(metrics: Metrics, traces: Traces, *, frozen: Frozen, config: TrainConfig) -> None:
+    tokens, corrected, clipped = frozen.tokens, frozen.corrected, traces.clipped.bool()
+    assert corrected is not None, "what the step trained on was corrected, before it or after"
+    mask, kept_entropy = tokens.loss_mask, traces.entropy * corrected.keep_mask
+    metrics.mean("train/loss/mean", _whole(traces.losses, frozen=frozen, config=config), count=1)
     metrics.mean("train/entropy/mean", float(traces.entropy[mask].double().sum()), count=int(mask.sum()))
+    if config.loss.entropy_coefficient:
+        metrics.mean("train/entropy_bonus/mean",
+                     config.loss.entropy_coefficient * _whole(kept_entropy, frozen=frozen, config=config), count=1)
+    if math.isfinite(tau := float(frozen.found.get("tau", math.inf))):
+        metrics.last("train/m2po_log_clip/last", tau)
     metrics.last("train/grad_norm/last", traces.updates[-1].grad_norm)
     if corrected.alpha is None:
         metrics.merge(diagnose_update(traces.log_ratio, clipped=clipped, loss_mask=mask, staleness=tokens.version - tokens.policy_versions))
     else:  # how far a guess is away from its own ingredients says nothing
         metrics.mean("correction/clipped/frac", float(clipped[mask].sum()), count=int(mask.sum()))
+
+
+def _whole(values: Tensor, *, frozen: Frozen, config: TrainConfig) -> float:
+    """[T] numbers of tokens as one, the way the loss makes one of them."""
+    tokens, corrected = frozen.tokens, frozen.corrected
+    assert corrected is not None
+    return float(aggregate(values, loss_mask=corrected.counted, cu_seqlens=tokens.cu_seqlens, mode=config.loss.aggregation,
+                           denominators=count(corrected.counted, cu_seqlens=tokens.cu_seqlens), max_tokens=config.loss.max_tokens))

@@ -91,10 +91,12 @@ def test_a_loss_section_has_the_arguments_of_its_function_with_their_defaults(se
     kind = kinds_of(section)[0]
     parameters = inspect.signature(_FUNCTIONS[kind]).parameters.values()
     assert config("none", kind).loss.arguments == {
-        parameter.name: parameter.default for parameter in parameters if parameter.name not in ("logprobs", "inputs")}
+        parameter.name: parameter.default for parameter in parameters if parameter.name not in ("logprobs", "inputs", *FOUND)}
 
 
-ANCHORED_AT_ROLLOUT = ("ppo", "importance_sampling", "dppo_tv", "dppo_kl", "prime_rl_dppo", "prime_rl_ipo", "vespo", "dro")
+FOUND = ("tau", "group_expectation")
+"""What is found on the whole batch."""
+ANCHORED_AT_ROLLOUT = ("ppo", "importance_sampling", "dppo_tv", "dppo_kl", "prime_rl_dppo", "prime_rl_ipo", "m2po", "gepo", "vespo", "dro")
 
 
 @pytest.mark.parametrize("kind", [kinds_of(section)[0] for section in members_of(LossConfig)])
@@ -120,3 +122,8 @@ def test_a_dual_clip_lies_outside_the_clip() -> None:
     ({"kind": "custom", "denominator": "kept", "mask_high": 2.0}, 1, True), ({"kind": "custom", "proximal": "log_linear"}, 4, False)])
 def test_a_proximal_pass_is_made_where_the_forward_that_trains_is_not_enough(correction: object, updates: int, expected: bool) -> None:
     assert config(correction, epochs=updates).has_proximal_pass == expected
+
+
+@pytest.mark.parametrize("kind", ["m2po", "gepo"])
+def test_a_loss_that_looks_at_the_batch_has_a_proximal_pass(kind: str) -> None:
+    assert config("none", kind).has_proximal_pass

@@ -1,0 +1,46 @@
+"""What a step scores before its first update, without a gradient: by the micro-batches that will train, so that equal weights give
+equal bits. A token is computed by one rank; the [T] numbers are summed over ranks, which leaves each as it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.train.minibatch import Minibatch
+from asyncrl.train.model import ForwardInputs
+from asyncrl.train.trainee import Trainee
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """[T] float32 numbers of the loss tokens, 0 elsewhere; None where the step does without."""
+
+    proximal_logprobs: Tensor | None
+    """Under the weights at the start of the step."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite: a step on such ones would train on nonsense."""
+        return all(bool(torch.isfinite(score).all()) for score in (self.proximal_logprobs,) if score is not None)
+
+
+def score(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Scores:
+    """All that this configuration needs; the same on every rank."""
+    return Scores(proximal_logprobs=proximal_logprobs(trainee, minibatches) if trainee.config.has_proximal_pass else None)
+
+
+def proximal_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor:
+    """[T] under the weights as they are."""
+    return _of_every_token(trainee, minibatches, lambda inputs: trainee.policy(inputs)[0])
+
+
+@torch.no_grad()
+def _of_every_token(trainee: Trainee, minibatches: Sequence[Minibatch], forward: Callable[[ForwardInputs], Tensor]) -> Tensor:
+    scores = torch.zeros(len(minibatches[0].loss_mask), device=trainee.ranks.device)
+    for minibatch in minibatches:
+        for inputs in minibatch.inputs:
+            scores[inputs.places] = forward(inputs)
+    return trainee.ranks.sum(scores)
