@@ -80,11 +80,11 @@ def test_a_checkpoint_without_room_ends_the_run_and_the_one_before_it_stays_the_
 @pytest.mark.slow
 def test_an_export_without_room_leaves_no_half_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
-    def half(tensors: object, folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
+    def half(tensors: object, file: Path, **_: object) -> None:
+        file.write_bytes(b"half")
         raise FULL
 
-    monkeypatch.setattr(export, "save_torch_state_dict", half)
+    monkeypatch.setattr(export, "save_file", half)
     assert cli.main(["train", str(recipe(tmp_path))]) == cli.EXIT_FAILED
     assert str(FULL) in capsys.readouterr().err
     assert str(FULL) in ended_early(tmp_path)

@@ -18,6 +18,7 @@ from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.export import export_folder
+from asyncrl.train.export_form import ExportForm
 from asyncrl.train.microbatch import build, layout
 from asyncrl.train.model import ForwardInputs, load_policy
 from asyncrl.train.optim import Optimizer
@@ -122,8 +123,9 @@ class RankTrainer:
         self._publisher = self._new_publisher()
 
     def export(self, request: Request) -> None:
-        """Write a Hugging Face folder to `folder`."""
-        export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks)
+        """Write a Hugging Face folder to `folder`, in the `form` asked for."""
+        export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks,
+                      form=ExportForm(**request.body.get("form", {})))
 
     def close(self) -> None:
         """Finish what is being written, leave the process group, and torch as it was."""

@@ -10,6 +10,7 @@ the files written and makes the checkpoint whole. Until then the one before it i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -32,6 +33,7 @@ from asyncrl.train.batch import offsets, pack
 from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.config import validated
 from asyncrl.train.correction_config import CorrectionConfig
+from asyncrl.train.export_form import SHARD_BYTES, ExportDtype, ExportForm
 from asyncrl.train.history import History, Saving, restore_request
 from asyncrl.train.publication import Publication
 from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
@@ -220,9 +222,13 @@ class Trainer:
         self._publication.restart(run_epoch=max(manifest.run_epoch, self._publication.run_epoch) + 1)
         return checkpoint_store.read_state(found)
 
-    async def export(self, path: str | Path) -> None:
-        """Write a Hugging Face folder of the current weights. Raises NonFiniteError."""
-        await self._call("export", {"folder": str(path)})
+    async def export(self, path: str | Path, *, dtype: ExportDtype = "source", max_shard_bytes: int = SHARD_BYTES) -> None:
+        """Write a Hugging Face folder of the current weights, in files of `max_shard_bytes` at most unless one tensor is larger.
+
+        It appears whole, in place of an older model folder at `path`. Raises NonFiniteError, ConfigError, CheckpointError.
+        """
+        form = ExportForm(dtype, max_shard_bytes)
+        await self._call("export", {"folder": str(path), "form": dataclasses.asdict(form)})
 
     async def close(self) -> None:
         """End every rank. Safe to call twice, and before `start`.

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from asyncrl.channel import Request
 from asyncrl.errors import CheckpointError, NonFiniteError
@@ -225,37 +224,3 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"notes\.txt"):
             checkpoint_store.begin(folder)
     assert (tmp_path / "results" / "notes.txt").read_text() == "months of work"
-
-
-@pytest.mark.parametrize("model", ["tiny", "untied"])
-def test_an_export_is_a_model_folder_with_the_trained_weights(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    source = request.getfixturevalue(model)
-    rank = inline_rank(source, tmp_path / "store")
-    step_on(rank, random_batch(0))
-    rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    tokens = torch.arange(12)[None]
-    with torch.no_grad():
-        rank._lm.set_attn_implementation("sdpa")
-        assert torch.equal(exported(tokens).logits, rank._lm(tokens).logits)
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (tmp_path / "export" / name).read_bytes() == (source / name).read_bytes()
-    names = {name for name, _ in exported.named_parameters()}
-    assert ("lm_head.weight" in names) == (model == "untied")
-
-
-def test_an_export_keeps_the_dtype_of_its_source(tiny: Path, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
-    rank = inline_rank(tmp_path / "half", tmp_path / "store")
-    assert {parameter.dtype for parameter in rank._lm.parameters()} == {torch.float32}
-    rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
-    assert {parameter.dtype for parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "export").parameters()} == {torch.bfloat16}
-
-
-def test_a_weight_beyond_the_dtype_of_the_source_is_not_exported(tiny: Path, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float16).save_pretrained(tmp_path / "half")
-    rank = inline_rank(tmp_path / "half", tmp_path / "store")
-    with torch.no_grad():
-        rank._lm.model.norm.weight[0] = 1e5
-    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight holds a value that is not finite as torch\.float16"):
-        rank.export(Request("export", body={"folder": str(tmp_path / "export")}))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.channel import Request
 from asyncrl.train import checkpoint_store
 from asyncrl.train.trainer import Trainer
 from tests.train.test_checkpoint import restore
@@ -26,6 +27,7 @@ def test_offloaded_on_two_ranks_gives_the_bits_of_not_offloaded_and_one_rank_goe
                 result = await trainer.step(random_batch(version, version=version))
             shown.append(result.metrics.result())
             await trainer.save(tmp_path / name)
+            await trainer.export(tmp_path / f"exported-{name}", dtype="bfloat16", max_shard_bytes=6_000)
 
         return train
 
@@ -43,3 +45,7 @@ def test_offloaded_on_two_ranks_gives_the_bits_of_not_offloaded_and_one_rank_goe
     assert restore(alone, tmp_path / "offload-True").updates == 2
     assert all(torch.equal(offloaded[name], tensor.detach().view(-1)) for name, tensor in alone._tensors().items())
     assert checkpoint_store.verified(tmp_path / "offload-True").version == 2
+    alone.export(Request("export", body={"folder": str(tmp_path / "alone"), "form": {"dtype": "bfloat16", "max_shard_bytes": 6_000}}))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "alone").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "exported-offload-True").iterdir()} == files
+    assert len(files) > 5
