@@ -171,18 +171,26 @@ def buffer_story(config: RunConfig, scene: Scene) -> object:
     return story
 
 
-def trained(config: RunConfig, scene: Scene) -> object:
+def trained_on_equal_rewards(config: RunConfig, scene: Scene) -> object:
+    """As `trained`, on groups that are all equally good once the policy has moved."""
+    return trained(config, scene, later_rewards=1.0)
+
+
+def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = None) -> object:
     """Weights and metrics after three real steps of the one rank, how it cuts a batch, its threads, and the arithmetic asked for."""
     threads = torch.get_num_threads()
     settings = TrainConfig(trainer=config.trainer.model_copy(update={"processes": 0, "dtype": "auto"}), advantages=config.advantages,
-                           correction=config.correction, loss=config.loss)
+                           correction=config.correction, loss=config.loss, reference=config.reference)
     asked = settings.model_copy(update={"trainer": config.trainer})
     try:
         rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),
                                     published_dtype="float32", config=settings))
         metrics = []
         for version in range(3):
-            outcome = train_step(rank._trainee, pack(random_batch(version, version=version)))
+            packed = pack(random_batch(version, version=version))
+            if version and later_rewards is not None:
+                packed.rewards[:] = later_rewards
+            outcome = train_step(rank._trainee, packed)
             metrics.append({name: value for name, value in outcome.metrics.result().items() if name not in TIMES})
         cuts = [len(minibatch.inputs) for minibatch in minibatches_of(rank._trainee, pack(random_batch(0)))]
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in rank._lm.parameters())).hexdigest()

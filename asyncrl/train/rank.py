@@ -28,7 +28,9 @@ from asyncrl.train.parallel import connect, shard
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.rate_scale import RateScale
 from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
-from asyncrl.train.step import Trainee, train_step
+from asyncrl.train.reference import Reference, load_reference
+from asyncrl.train.step import train_step
+from asyncrl.train.trainee import Trainee
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import checkpoint_tensors, local_bits, local_pieces
@@ -50,7 +52,8 @@ class RankTrainer:
         self._lm = policy.lm
         optimizer = Optimizer(policy.lm.named_parameters(remove_duplicate=False), config=spec.config.trainer, ranks=self._ranks)
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
-        self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config)
+        self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
+                                reference=self._load_reference())
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -132,6 +135,11 @@ class RankTrainer:
         torch.use_deterministic_algorithms(self._was_deterministic)
         self._writer.shutdown()
         self._ranks.close()
+
+    def _load_reference(self) -> Reference | None:
+        if self._spec.config.reference.kind == "none":
+            return None
+        return load_reference(Path(self._spec.model), self._ranks, compute_dtype=_compute_dtype(self._spec.config, self._ranks.device))
 
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
