@@ -33,13 +33,13 @@ from asyncrl.rollout.router import Router
 from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.train import rank as rank_module
 from asyncrl.train import trainer as trainer_module
 from asyncrl.train.batch import pack
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.prepare import prepare
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.ready import compute_dtype
 from asyncrl.train.step import minibatches_of, train_step
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Status
@@ -194,7 +194,7 @@ def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = No
             metrics.append({name: value for name, value in outcome.metrics.result().items() if name not in TIMES})
         cuts = [len(minibatch.inputs) for minibatch in minibatches_of(rank._trainee, pack(random_batch(0)))]
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in rank._lm.parameters())).hexdigest()
-        return weights, metrics, cuts, torch.get_num_threads(), rank_module._compute_dtype(asked, torch.device("cpu"))
+        return weights, metrics, cuts, torch.get_num_threads(), compute_dtype(asked.trainer, torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
 

@@ -15,10 +15,11 @@ from asyncrl.train.advantages_config import GRPO, AdvantagesConfig
 from asyncrl.train.correction_config import CorrectionConfig, NamedCorrection
 from asyncrl.train.loss_config import DecoupledPPO, LossConfig
 from asyncrl.train.optimizer_config import LearningRateScale, NoScale, OptimizerSettings
+from asyncrl.train.parallel_config import ParallelConfig
 from asyncrl.train.reference_config import InLoss, InReward, NoReference, ReferenceConfig
 
 
-class TrainerConfig(OptimizerSettings):
+class TrainerConfig(OptimizerSettings, ParallelConfig):
     """Processes, optimizer and limits of the trainer."""
 
     processes: int = Field(default=1, ge=0, le=1024)
@@ -55,7 +56,8 @@ class TrainerConfig(OptimizerSettings):
     @model_validator(mode="after")
     def _only_children_are_waited_for(self) -> TrainerConfig:
         if self.processes == 0:
-            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s"], where="trainer", beside="trainer.processes", value=0)
+            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s", "sharding"], where="trainer", beside="trainer.processes",
+                          value=0)
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +24,10 @@ from asyncrl.metrics import Metrics
 from asyncrl.train.advantages import shaped_rewards
 from asyncrl.train.advantages_config import AdvantagesConfig
 from asyncrl.train.batch import PackedBatch
+from asyncrl.train.config import TrainerConfig
 from asyncrl.train.model import Policy, load_policy
-from asyncrl.train.parallel import Ranks, shard
+from asyncrl.train.parallel import Ranks
+from asyncrl.train.ready import make_ready
 from asyncrl.train.reference_config import InLoss, InReward, ReferenceConfig
 
 
@@ -43,11 +44,11 @@ class Reference:
     """Inside, the forward of `policy` is the initial model's: a copy needs nothing, adapters are switched off."""
 
 
-def load_reference(folder: Path, ranks: Ranks, *, compute_dtype: Any) -> Reference:
+def load_reference(folder: Path, ranks: Ranks, *, settings: TrainerConfig) -> Reference:
     """A frozen copy of the model in a folder, this rank's share of it. Every rank calls it."""
     policy = load_policy(folder)
     policy.requires_grad_(False)
-    shard(policy, ranks, compute_dtype=compute_dtype)
+    make_ready(policy, ranks, settings)
     return Reference(policy)
 
 
