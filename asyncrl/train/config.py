@@ -56,8 +56,8 @@ class TrainerConfig(OptimizerSettings, ParallelConfig):
     @model_validator(mode="after")
     def _only_children_are_waited_for(self) -> TrainerConfig:
         if self.processes == 0:
-            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s", "sharding"], where="trainer", beside="trainer.processes",
-                          value=0)
+            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s", "sharding"], where="trainer",
+                          beside="trainer.processes", value=0)
         return self
 
     @model_validator(mode="after")

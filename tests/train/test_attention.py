@@ -1,4 +1,4 @@
-"""Every backend against attention written out, sequence by sequence: values and gradients, with what packing, models and windows ask for."""
+"""Every backend against attention written out, one sequence at a time: values and gradients, with what packing and models ask for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def rows_of(count: int, heads: int, *, seed: int, device: str, dtype: torch.dtyp
     return values.to(device, dtype).requires_grad_()
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, *, segments: PackedSegments, window: int | None, softcap: float | None) -> Tensor:
+def written_out(query: Tensor, key: Tensor, value: Tensor, *, segments: PackedSegments, window: int | None,
+                softcap: float | None) -> Tensor:
     """[U, H, D] by one softmax over all rows of each sequence."""
     def whole(rows: Tensor) -> Tensor:
         rows = rows[0].double() if segments.expand is None else rows[0].double()[:, segments.expand]
@@ -66,7 +67,7 @@ BACKENDS = [pytest.param(attend_by_sequence, "cpu", id="sdpa cpu"), pytest.param
             pytest.param(flash, "cuda", marks=[*NEEDS_GPU, HAS_FLASH], id="flash cuda")]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 100])
 @pytest.mark.parametrize("shared", [False, True])
