@@ -27,7 +27,6 @@ from asyncrl.train.config import TrainConfig, TrainerConfig
 from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.loss_config import LossConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
-from asyncrl.train.reference_config import NoReference, ReferenceConfig
 from asyncrl.weights.config import WeightsConfig
 
 
@@ -103,8 +102,6 @@ class RunConfig(Section):
     """How data written by an older policy is weighed. Left out, it is an error as soon as the data can be stale."""
     loss: LossConfig
     """What is minimised."""
-    reference: ReferenceConfig = NoReference()
-    """Whether the policy is held to the model it started from."""
     trainer: TrainerConfig
     """How it is minimised, and by how many processes."""
     weights: WeightsConfig = WeightsConfig()
@@ -117,14 +114,13 @@ class RunConfig(Section):
     @property
     def training(self) -> TrainConfig:
         """What a trainer rank needs to know, of the sections here. Raises ConfigError where they contradict one another."""
-        return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss,
-                           reference=self.reference)
+        return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
 
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:
         check_pairs(buffer=self.buffer, training=self.training, weights=self.weights)
         sampling = self.sampling.build()
-        sampling.check(for_training=True)
+        sampling.check(for_training=True, kept_sets=True)  # check_engine asks the engine for them
         check_engine(self.engine, sampling=sampling, weights=self.weights)
         check_deadline(self.env, buffer=self.buffer)
         check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)

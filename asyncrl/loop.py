@@ -41,7 +41,7 @@ from asyncrl.rollout.evaluate import first_failure
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.router import Router
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.worker import Requests, RolloutWorker
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import RunState, find_checkpoint, load_state
 from asyncrl.step_report import StepReport
@@ -269,7 +269,8 @@ class Run:
         for engine in self.engines:
             self.buffer.add_engine(engine.name, self.trainer.version)
         self.worker = RolloutWorker(self.router, self.env, sampling=self.sampling, ledger=self.ledger, seed=self.options.seed,
-                                    error_budget=self.options.error_budget, deterministic=self.options.deterministic)
+                                    error_budget=self.options.error_budget,
+                                    requests=Requests(self.options.deterministic, self.trainer.config.wanted))
         aside = AsideRollouts(self.router, self.env, self.sampling, self.options.seed, self.buffer.config.stall_timeout_s,
                               self.options.deterministic)
         self.observer = Observer(aside, sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.accounting import Ledger
 from asyncrl.errors import ConfigError
+from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.by_source import Samplings
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.eval_set import EvalSet
@@ -16,7 +17,7 @@ from asyncrl.rollout.probe import Parity, judge, measure_parity
 from asyncrl.rollout.router import Router
 from asyncrl.rollout.seeds import derive_seed
 from asyncrl.rollout.task_config import ProbeConfig
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.worker import Requests, RolloutWorker
 from asyncrl.sync import WeightSync
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Prompt, Rollout
@@ -36,11 +37,12 @@ class AsideRollouts:
     """How long a whole evaluation, or probe, may go without a rollout that ends."""
     deterministic: bool = False
 
-    async def roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int, purpose: str = "",
-                       sampling: Samplings | None = None) -> list[Rollout]:
+    async def roll_out(self, prompts: SequenceOf[Prompt], *, group_id: int, purpose: str = "", sampling: Samplings | None = None,
+                       wanted: Wanted = NOTHING_WANTED) -> list[Rollout]:
         """One rollout a prompt, counted in no ledger. The same prompts for the same purpose have the same seeds every time."""
         worker = RolloutWorker(self.router, self.env, sampling=sampling or self.sampling, ledger=Ledger(),
-                               seed=derive_seed(self.seed, purpose), error_budget=None, deterministic=self.deterministic)
+                               seed=derive_seed(self.seed, purpose), error_budget=None,
+                               requests=Requests(self.deterministic, wanted))
         return await roll_out_all(worker, prompts, group_id=group_id, stall_timeout_s=self.stall_timeout_s)
 
 
@@ -78,7 +80,8 @@ class Observer:
     async def roll_out_probe(self, index: int) -> tuple[int, list[Rollout]]:
         """The version the engines hold, and the probe's rollouts. Waits until it is the newest; unblocked by sync."""
         self._probe_at = index + self._probe.every_steps
-        return await self._weights.applied(), await self._aside.roll_out(self._probed, group_id=_PROBE_GROUP)
+        return await self._weights.applied(), await self._aside.roll_out(self._probed, group_id=_PROBE_GROUP,
+                                                                                  wanted=self._trainer.config.wanted)
 
     async def judge_probe(self, version: int, rollouts: SequenceOf[Rollout]) -> Parity:
         """Engine against trainer logprobs of these rollouts. Raises RunAborted with the likely cause when they differ too much."""

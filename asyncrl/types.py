@@ -92,7 +92,8 @@ class Prompt:
 class Sampling:
     """How a completion is sampled. Every field is sent with every request: no engine default applies.
 
-    Training accepts temperature alone: whatever else reshapes the distribution biases each ratio by the kept mass.
+    Training accepts temperature, and of what else reshapes the distribution the kept sets of `top_p`, `top_k` and `min_p`, where the
+    engine records them: without the set each ratio would be off by the kept mass.
     """
 
     temperature: float = 1.0
@@ -112,8 +113,14 @@ class Sampling:
         neutral = {f.name: f.default for f in dataclasses.fields(self) if f.name not in ("temperature", "max_new_tokens", "stop")}
         return tuple(name for name, default in neutral.items() if getattr(self, name) != default)
 
-    def check(self, *, for_training: bool) -> None:
-        """Raise ConfigError unless the values are in range and, for training, leave the distribution whole."""
+    @property
+    def truncates(self) -> bool:
+        """Whether `top_p`, `top_k` or `min_p` may leave tokens out."""
+        return any(name in KEPT_SET_FIELDS for name in self.biased_fields())
+
+    def check(self, *, for_training: bool, kept_sets: bool = False) -> None:
+        """Raise ConfigError unless the values are in range and, for training, leave the distribution whole, or leave sets of it that
+        are recorded: `kept_sets` says whether the engine does."""
         if not self.temperature > 0.0:
             raise ConfigError("sampling.temperature", value=self.temperature, allowed="a number above 0",
                               remedy="Logprobs of greedy decoding are not defined; use a small temperature such as 0.01.")
@@ -125,13 +132,23 @@ class Sampling:
                                         ("min_p", 0 <= self.min_p <= 1, "a share between 0 and 1")):
             if not is_right:
                 raise ConfigError(f"sampling.{name}", value=getattr(self, name), allowed=allowed, remedy="Change it, or leave it out.")
-        biased = self.biased_fields()
-        if for_training and biased:
-            name = biased[0]
-            raise ConfigError(f"sampling.{name}", value=getattr(self, name),
-                              allowed="the neutral value alone, when the completions are trained on",
-                              remedy="It renormalises the sampled distribution over a kept set, so every importance ratio would be "
-                                     "off by the kept mass; remove it (temperature is fine).")
+        if for_training:
+            self._check_that_ratios_hold(kept_sets=kept_sets)
+
+    def _check_that_ratios_hold(self, *, kept_sets: bool) -> None:
+        for name in self.biased_fields():
+            if name in KEPT_SET_FIELDS and not kept_sets:
+                raise ConfigError(f"sampling.{name}", value=getattr(self, name),
+                                  allowed="the neutral value alone, when the completions are trained on and the engine does not record "
+                                          "the kept sets",
+                                  remedy="It renormalises the sampled distribution over a kept set, so every importance ratio would be "
+                                         "off by the kept mass. Take engine.kind transformers or inline, which record the sets, or "
+                                         "remove it (temperature is fine).")
+            if name not in KEPT_SET_FIELDS:
+                raise ConfigError(f"sampling.{name}", value=getattr(self, name),
+                                  allowed="the neutral value alone, when the completions are trained on",
+                                  remedy="It reshapes the sampled distribution in a way the trainer does not know; remove it "
+                                         "(temperature is fine).")
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,11 +206,20 @@ def test_the_widest_window_is_accepted():
     assert parsed(buffer__window=65).buffer.window == 65
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("min_new_tokens", 1),
-                                             ("repetition_penalty", 1.1), ("presence_penalty", 0.5), ("frequency_penalty", 0.5)])
-def test_sampling_from_a_kept_set_is_refused_with_the_reason(name, value):
+@pytest.mark.parametrize(("name", "value"), [("min_new_tokens", 1), ("repetition_penalty", 1.1), ("presence_penalty", 0.5),
+                                             ("frequency_penalty", 0.5)])
+def test_sampling_that_no_engine_records_is_refused_with_the_reason(name, value):
     error = refused(**{f"sampling__{name}": value})
     assert error.field == f"sampling.{name}"
+    assert "in a way the trainer does not know" in error.remedy
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1)])
+def test_sampling_from_a_kept_set_is_for_engines_that_record_it(name, value):
+    for kind in ("transformers", "inline"):
+        assert getattr(parsed(**{f"sampling__{name}": value, "engine": {"kind": kind}}).sampling, name) == value
+    error = refused(**{f"sampling__{name}": value, "engine": {"kind": "vllm"}})
+    assert error.field == f"sampling.{name}, engine.kind"
     assert "every importance ratio would be off by the kept mass" in error.remedy
 
 

@@ -137,6 +137,12 @@ def test_sampling_that_biases_the_ratio_is_refused_for_training_alone(change, na
     sampling.check(for_training=False)
     with pytest.raises(ConfigError, match=f"sampling.{named}"):
         sampling.check(for_training=True)
+    assert sampling.truncates == (named in ("top_p", "top_k", "min_p"))
+    if sampling.truncates:
+        sampling.check(for_training=True, kept_sets=True)
+    else:
+        with pytest.raises(ConfigError, match=f"sampling.{named}"):
+            sampling.check(for_training=True, kept_sets=True)
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_new_tokens": 0}, {"top_p": 0.0},

@@ -102,7 +102,7 @@ def check_sampling(sampling: Samplings, *, engines: Iterable[Engine], interrupti
     """Raise ConfigError unless completions sampled so can be trained on, and every engine can sample so."""
     for source, each in {"": sampling}.items() if isinstance(sampling, Sampling) else sampling.items():
         try:
-            each.check(for_training=True)
+            each.check(for_training=True, kept_sets=True)  # the engines are asked for them below
             for engine in engines:
                 require(engine.capabilities, each, interruption, engine=engine.name)
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """The controller's side of an engine that lives in a child process; needs neither torch nor an engine's own packages.
 
-    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error, expert rows]]} with tokens,
-                      logprobs and, where some were wanted, records
+    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error, has kept sets, expert
+                      rows]]} with tokens, logprobs and, where some were wanted, records
     requests          {new: [[key, prompt tokens, budget, temperature, stop, truncation, wanted]], cancelled: [key]} with all prompts in a
                       row; a truncation is [top_p, top_k or 0, min_p], wanted is [kept sets, routed experts]
     hold              {} → {running: [key]}; starts no more requests until resume
@@ -153,7 +153,7 @@ class ChildEngine:
 
     def _accept(self, reply: Reply) -> None:
         version, rows, start = reply.body["version"], reply.body["rows"], 0
-        for (key, count, kv_fresh, finish, error, _), records in zip(rows, records_of(rows, reply.arrays), strict=True):
+        for (key, count, kv_fresh, finish, error, *_), records in zip(rows, records_of(rows, reply.arrays), strict=True):
             end = start + count
             mailbox = self._open.pop(key, None) if finish else self._open.get(key)
             if mailbox is not None and finish == Status.ENGINE_ERROR.value:

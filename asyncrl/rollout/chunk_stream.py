@@ -48,7 +48,8 @@ class ChunkStream:
             return
         assert self._stream_id is not None, "the controller opens the stream before it sends a request"
         rows = [(emission.key, len(emission.tokens), emission.kv_fresh, emission.finish and emission.finish.value, emission.error,
-                 0 if emission.records.experts is None else len(emission.records.experts)) for emission in emissions]
+                 emission.records.kept is not None, 0 if emission.records.experts is None else len(emission.records.experts))
+                for emission in emissions]
         arrays = {"tokens": np.fromiter(chain.from_iterable(emission.tokens for emission in emissions), dtype=np.int32),
                   "logprobs": np.fromiter(chain.from_iterable(emission.logprobs for emission in emissions), dtype=np.float32)}
         arrays |= joined([(TokenRecords(emission.records.kept), len(emission.tokens)) for emission in emissions]).arrays()
@@ -63,9 +64,9 @@ def records_of(rows: Iterable[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]
     whole = TokenRecords.of_arrays(arrays)
     starts = None if whole.kept is None else whole.kept.offsets
     token = routed = 0
-    for _, count, _, _, _, passed in rows:
+    for _, count, _, _, _, has_sets, passed in rows:
         kept = experts = None
-        if whole.kept is not None and starts is not None and count:
+        if has_sets and whole.kept is not None and starts is not None and count:
             kept = KeptSets(whole.kept.counts[token:token + count], whole.kept.ids[starts[token]:starts[token + count]])
         if whole.experts is not None and passed:
             experts = whole.experts[routed:routed + passed]

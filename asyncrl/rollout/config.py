@@ -23,13 +23,14 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     """Most tokens of one completion; with the prompt no more than the engine's context."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """1 alone: a kept set biases every importance ratio by its mass."""
+    """Only the likeliest tokens, as many as hold this probability together. Below 1 the engine must record what it left, as inline and
+    transformers do: the trainer renormalises over it, else every importance ratio would be off by its mass."""
     top_k: int | None = Field(default=None, ge=1)
-    """None alone, for the same reason."""
+    """Only so many of the likeliest tokens; needs the same of the engine."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """0 alone, for the same reason."""
+    """Only tokens with at least this share of the likeliest one's probability; needs the same of the engine."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """0 alone: it forbids the end of sequence for a while, which is a kept set too."""
+    """0 alone: it forbids the end of sequence for a while, in a way that is not recorded."""
     repetition_penalty: float = Field(default=1.0, gt=0.0)
     """1 alone: it reshapes the distribution by what was written before."""
     presence_penalty: float = 0.0
@@ -69,7 +70,7 @@ class InlineEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True)
+            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True, kept_sets=True)
 
 
 class TransformersEngineConfig(Section):
@@ -109,7 +110,7 @@ class TransformersEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=False, context_tokens=context_tokens)
+            stop_strings=False, bit_reproducible=False, context_tokens=context_tokens, truncates=True, kept_sets=True)
 
 
 class VLLMEngineConfig(Section):

@@ -142,12 +142,18 @@ class Engine(Protocol):
 
 
 def require(capabilities: Capabilities, sampling: Sampling, interruption: Interruption, *, engine: str) -> None:
-    """Raise ConfigError when the run needs what the engine lacks."""
+    """Raise ConfigError when a run that trains on what is sampled needs what the engine lacks."""
     if interruption not in capabilities.interruptions:
         raise ConfigError("weights.interruption", value=interruption.value,
                           allowed=f"one of {sorted(kind.value for kind in capabilities.interruptions)} with {engine}",
                           remedy="Choose another interruption or another engine.")
     require_sampling(capabilities, sampling, engine=engine)
+    if sampling.truncates and not capabilities.kept_sets:
+        name = next(name for name in sampling.biased_fields() if name in KEPT_SET_FIELDS)
+        raise ConfigError(f"sampling.{name}, engine.kind", value=(getattr(sampling, name), engine),
+                          allowed=f"the neutral value alone with {engine}, which does not record what it leaves out",
+                          remedy="It renormalises over a kept set the trainer does not know, so every importance ratio would be off by "
+                                 "the kept mass. Take an engine that records the sets, transformers or inline, or remove the field.")
 
 
 def require_sampling(capabilities: Capabilities, sampling: Sampling, *, engine: str) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.accounting import Ledger, RolloutKey
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, ShapeError
+from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.engine import Chunk, GenerationRequest
 from asyncrl.rollout.reward import RewardPool
 from asyncrl.rollout.router import Router
@@ -63,8 +64,9 @@ class Session:
     """
 
     def __init__(self, router: Router, *, key: RolloutKey, seed: int, sampling: Sampling, ledger: Ledger,
-                 waves: Waves = "any") -> None:
+                 waves: Waves = "any", wanted: Wanted = NOTHING_WANTED) -> None:
         self.key, self.sampling, self._waves = key, sampling, waves
+        self._wanted = dataclasses.replace(wanted, kept_sets=wanted.kept_sets and sampling.truncates)
         self._router, self._seed, self._ledger = router, seed, ledger
         self._done: list[Sequence] = []
         self._builder: SequenceBuilder | None = None
@@ -111,7 +113,7 @@ class Session:
         request_id = ".".join(map(str, (*self.key, self._requests)))
         wave = {"any": None, "group": str(self.key[0]), "own": request_id}[self._waves]
         request = GenerationRequest(request_id=request_id, tokens=builder.tokens, sampling=sampling,
-                                    seed=derive_seed(self._seed, self._requests), wave=wave)
+                                    seed=derive_seed(self._seed, self._requests), wave=wave, wanted=self._wanted)
         self._requests += 1
         written = 0
         try:
@@ -139,6 +141,9 @@ class Session:
     def _record(self, builder: SequenceBuilder, chunk: Chunk) -> None:
         if chunk.finish is Status.NONFINITE_LOGPROB:
             return
+        if len(chunk.tokens) and ((self._wanted.kept_sets and chunk.records.kept is None)
+                                  or (self._wanted.routed_experts and chunk.records.experts is None)):
+            raise EngineError(f"the engine recorded {chunk.records.arrays().keys() or 'nothing'} of its tokens, wanted: {self._wanted}")
         builder.sampled(chunk.tokens, logprobs=chunk.logprobs, policy_version=chunk.policy_version, kv_fresh=chunk.kv_fresh,
                         turn=self._turn, records=chunk.records)
         self._ledger.generated(self.key, len(chunk.tokens))

@@ -191,9 +191,9 @@ class InlineEngine:
     def _deliver(self, row: Row, finish: Status | None = None) -> None:
         if finish is Status.NONFINITE_LOGPROB:
             self._deliver(row)
-        tokens, logprobs = row.take()
+        tokens, logprobs, records = row.take()
         if len(tokens) or finish is not None:
-            row.mailbox.put(Chunk(tokens, logprobs, self._version, row.kv_fresh, finish))
+            row.mailbox.put(Chunk(tokens, logprobs, self._version, row.kv_fresh, finish, records))
 
     def _cancel(self, row: Row) -> None:
         if row in self._waiting:

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from asyncrl.records import TokenRecords
 from asyncrl.rollout.engine import GenerationRequest
 from asyncrl.rollout.mailbox import Mailbox
+from asyncrl.rollout.pending_records import PendingRecords
+from asyncrl.rollout.truncation import Truncation, ids_of, limits_of, renormalised
 from asyncrl.types import Status
-
-_ALL_TOKENS = 2**31
-"""More than any vocabulary has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +30,12 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     """Of the sampled tokens that have not been delivered, the last of `tokens`."""
     kv_fresh: bool = True
+    records: PendingRecords = field(init=False)
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.request.tokens.tolist()
+        self.records = PendingRecords(self.request.wanted, prompt_tokens=len(self.tokens))
         self.generator = np.random.default_rng(self.request.seed)
 
     @property
@@ -41,13 +43,13 @@ class Row:
         """Tokens sampled so far."""
         return len(self.tokens) - len(self.request.tokens)
 
-    def take(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Tokens and logprobs sampled since the last call."""
+    def take(self) -> tuple[NDArray[np.int32], NDArray[np.float32], TokenRecords]:
+        """Tokens sampled since the last call, their logprobs, and what was recorded."""
         count = len(self.logprobs)
         tokens = np.asarray(self.tokens[len(self.tokens) - count:], dtype=np.int32)
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
         self.logprobs = []
-        return tokens, logprobs
+        return tokens, logprobs, self.records.take(count)
 
 
 class Wave:
@@ -87,10 +89,13 @@ class Wave:
         logits = self._prefill() if self._cache is None else self._decode()
         temperatures = torch.tensor([row.request.sampling.temperature for row in self.rows], device=self._device, dtype=torch.float32)
         draws = np.asarray([row.generator.random() for row in self.rows])
-        tokens, logprobs = sample(self._noisy(logits), temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device),
-                                  kept=self._kept_sets())
+        truncation = Truncation.of([limits_of(row.request.sampling) for row in self.rows], self._device)
+        tokens, logprobs, kept = sample(self._noisy(logits), temperatures=temperatures, draws=torch.from_numpy(draws).to(self._device),
+                                        truncation=truncation)
         ended: list[tuple[Row, Status]] = []
-        for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for index, (row, token, logprob) in enumerate(zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+            if row.records.wanted.kept_sets and np.isfinite(logprob):
+                row.records.sampled(np.empty(0, np.int32) if kept is None else ids_of(kept[index]))
             status = self._append(row, token, logprob)
             if status is not None:
                 ended.append((row, status))
@@ -109,14 +114,6 @@ class Wave:
             return logits
         noise = np.stack([row.generator.standard_normal(logits.shape[-1], dtype=np.float32) for row in self.rows])
         return logits.float() + self._logit_noise * torch.from_numpy(noise).to(self._device)
-
-    def _kept_sets(self) -> KeptSets | None:
-        samplings = [row.request.sampling for row in self.rows]
-        if not any(sampling.biased_fields() for sampling in samplings):
-            return None
-        return KeptSets(torch.tensor([sampling.top_p for sampling in samplings], device=self._device, dtype=torch.float64),
-                        torch.tensor([sampling.top_k or _ALL_TOKENS for sampling in samplings], device=self._device),
-                        torch.tensor([sampling.min_p for sampling in samplings], device=self._device, dtype=torch.float64))
 
     def _append(self, row: Row, token: int, logprob: float) -> Status | None:
         if not np.isfinite(logprob):
@@ -157,50 +154,28 @@ class Wave:
             self._mask = self._mask[select]
 
 
-@dataclass(frozen=True, slots=True)
-class KeptSets:
-    """Which tokens of each row may be sampled, in the order in which it is applied, that of vLLM."""
-
-    top_p: torch.Tensor
-    """[N] float64: the fewest likeliest tokens that hold this share of what the others leave; 1 keeps all."""
-    top_k: torch.Tensor
-    """[N] int64: so many likeliest tokens; the size of the vocabulary keeps all."""
-    min_p: torch.Tensor
-    """[N] float64: those at least this share as likely as the likeliest."""
-
-    def renormalised(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """[N, V] logprobs over the kept tokens, −inf for the others; rows that keep all stay as they are."""
-        ranked, order = logprobs.double().exp().sort(dim=-1, descending=True, stable=True)
-        kept = ranked >= self.min_p[:, None] * ranked[:, :1]
-        kept &= torch.arange(ranked.shape[-1], device=ranked.device) < self.top_k[:, None]
-        ranked = torch.where(kept, ranked, 0.0)
-        likelier = ranked.cumsum(-1) - ranked
-        kept &= (likelier < self.top_p[:, None] * ranked.sum(-1, keepdim=True)) | (self.top_p[:, None] >= 1.0)
-        among = torch.zeros_like(kept).scatter(-1, order, kept)
-        partial = torch.log_softmax(torch.where(among, logprobs, -torch.inf), dim=-1)
-        return torch.where(among.all(-1, keepdim=True), logprobs, partial)
-
-
 def sample(logits: torch.Tensor, *, temperatures: torch.Tensor, draws: torch.Tensor,
-           kept: KeptSets | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+           truncation: Truncation | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """A token and its logprob for each row, by inverting the cumulative distribution of softmax(logits / temperature).
 
     Args:
         logits: [N, V], any float dtype.
         temperatures: [N] float32, above 0.
         draws: [N] float64, uniform in [0, 1).
-        kept: the tokens that may be sampled; None for all of them in every row.
+        truncation: which tokens may be sampled; None for all of them in every row.
 
     Returns:
-        [N] int64 tokens and [N] float32 logprobs; the logprob of a row that holds NaN or +inf, or nothing finite, is NaN.
+        [N] int64 tokens and [N] float32 logprobs; the logprob of a row that holds NaN or +inf, or nothing finite, is NaN. And
+        [N, V] which tokens might have been sampled, None without truncation.
     """
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    kept = None if truncation is None else truncation.kept(logprobs)
     if kept is not None:
-        logprobs = kept.renormalised(logprobs)
+        logprobs = renormalised(logprobs, kept)
     cumulative = logprobs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
     # strictly below the total, or rounding could reach past the last token that has a probability
     targets = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets, right=True).clamp(max=logits.shape[-1] - 1)
     picked = logprobs.gather(-1, tokens)
-    return tokens[:, 0], torch.where(total.isfinite(), picked, torch.nan)[:, 0]
+    return tokens[:, 0], torch.where(total.isfinite(), picked, torch.nan)[:, 0], kept

@@ -15,6 +15,7 @@ import torch
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
 from asyncrl.errors import WeightSyncError
 from asyncrl.process import peak_memory_bytes
+from asyncrl.records import Wanted
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.loaded_model import load_model
@@ -74,8 +75,8 @@ class _Child:
     def _requests(self, request: Request) -> Mapping[str, Any]:
         tokens = request.arrays["tokens"].tolist()
         jobs, start = [], 0
-        for key, length, budget, temperature, _, _, _ in request.body["new"]:
-            jobs.append(Job(key, tokens[start:start + length], budget, temperature))
+        for key, length, budget, temperature, _, truncation, wanted in request.body["new"]:
+            jobs.append(Job(key, tokens[start:start + length], budget, temperature, tuple(truncation), Wanted(*wanted)))
             start += length
         self.sampler.submit(jobs)
         self.sampler.cancel(request.body["cancelled"])

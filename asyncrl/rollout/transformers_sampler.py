@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
@@ -26,9 +27,13 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
 
 from asyncrl.errors import AbortNotHonoured, EngineError
+from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.chunk_stream import Emission
 from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.pending_records import PendingRecords
 from asyncrl.rollout.transformers_scheduler import replace_scheduler
+from asyncrl.rollout.truncation import WHOLE, Truncation, ids_of
+from asyncrl.rollout.truncation import Limits as TruncationLimits
 from asyncrl.types import Status
 
 PAGE_TOKENS = 32
@@ -54,10 +59,14 @@ class Job:
     tokens: list[int]
     max_new_tokens: int
     temperature: float
+    truncation: TruncationLimits = WHOLE
+    wanted: Wanted = NOTHING_WANTED
 
 
 @dataclass(slots=True)
 class _Running:
+    truncation: TruncationLimits
+    records: PendingRecords
     emitted_tokens: int = 0
     kv_fresh: bool = True
 
@@ -84,7 +93,7 @@ class Sampler:
         """Whether the generation thread is parked."""
         self.interrupted_tokens = 0
         """Tokens whose keys and values the newest pause gave up."""
-        self._manager = _manager(model, limits, seed=seed, guard=_Guard(self._broken))
+        self._manager = _manager(model, limits, seed=seed, guard=_Guard(self._running, self._broken))
         self._manager.output_router = _Router(self._finished)
         self._manager.start()
         self.pause(Interruption.DRAIN)
@@ -172,7 +181,7 @@ class Sampler:
     def _fill(self) -> None:
         while self._waiting and not self._held and len(self._running) < self._limits.max_running_requests:
             job = self._waiting.pop(next(iter(self._waiting)))
-            self._running[job.key] = _Running()
+            self._running[job.key] = _Running(job.truncation, PendingRecords(job.wanted, prompt_tokens=len(job.tokens)))
             accepted = self._manager.add_request(job.tokens, request_id=job.key, max_new_tokens=job.max_new_tokens,
                                                  eos_token_id=self._eos_tokens, temperature=job.temperature)
             if accepted is None:
@@ -244,14 +253,14 @@ class _Router(OutputRouter):
 
 
 class _Guard(ContinuousBatchingTemperatureLogitsWarper):
-    """Per-request temperature; a row that softmax cannot turn into a distribution is reported and sampled from zeros instead.
+    """Temperature and truncation of each request; a row that softmax cannot turn into a distribution is reported, and sampled from zeros.
 
     Without it one NaN ends the generation thread, and every request with it.
     """
 
-    def __init__(self, on_broken: Callable[[RequestState], None]) -> None:
+    def __init__(self, running: Mapping[str, _Running], on_broken: Callable[[RequestState], None]) -> None:
         self.temperature = 1.0
-        self._on_broken = on_broken
+        self._running, self._on_broken = running, on_broken
         self._states: list[RequestState] = []
 
     def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> torch.Tensor:
@@ -261,15 +270,29 @@ class _Guard(ContinuousBatchingTemperatureLogitsWarper):
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         scores = super().__call__(scores, tensor_arg)
         whole = scores.logsumexp(-1).isfinite()
-        if bool(whole.all()):
-            return scores
-        for index in torch.nonzero(~whole).flatten().tolist():
-            self._on_broken(self._states[index])
-        return torch.where(whole[:, None], scores, 0.0)
+        if not bool(whole.all()):
+            for index in torch.nonzero(~whole[:len(self._states)]).flatten().tolist():
+                self._on_broken(self._states[index])
+            scores = torch.where(whole[:, None], scores, 0.0)
+        return self._truncated(scores)
+
+    def _truncated(self, scores: torch.Tensor) -> torch.Tensor:
+        """−inf outside each row's kept set, which is recorded. A job that was cancelled meanwhile is sampled as it comes.
+
+        There are more rows than jobs while some still read their prompts; what is sampled for those is thrown away.
+        """
+        rows = [self._running.get(state.request_id) for state in self._states]
+        limits = [WHOLE if row is None else row.truncation for row in rows] + [WHOLE] * (len(scores) - len(rows))
+        truncation = Truncation.of(limits, scores.device)
+        kept = None if truncation is None else truncation.kept(torch.log_softmax(scores, dim=-1))
+        for index, row in enumerate(rows):
+            if row is not None and row.records.wanted.kept_sets:
+                row.records.sampled(np.empty(0, np.int32) if kept is None else ids_of(kept[index]))
+        return scores if kept is None else scores.masked_fill(~kept, -torch.inf)
 
 
 def _manager(model: PreTrainedModel, limits: Limits, *, seed: int, guard: _Guard) -> ContinuousBatchingManager:
-    """A manager in which nothing but temperature reshapes the distribution, whatever the model's own generation config says."""
+    """A manager in which nothing but the guard reshapes the distribution, whatever the model's own generation config says."""
     # a temperature other than 1 makes the manager create the processor that the guard takes the place of
     sampling = GenerationConfig(do_sample=True, temperature=0.5, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
@@ -292,4 +315,4 @@ def _check_batches(processor: ContinuousBatchProcessor) -> None:
 def _emission(output: GenerationOutput, running: _Running, finish: Status | None) -> Emission:
     tokens, logprobs = output.generated_tokens[running.emitted_tokens:], output.logprobs[running.emitted_tokens:]
     running.emitted_tokens += len(tokens)
-    return Emission(output.request_id, tokens, logprobs, running.kv_fresh, finish)
+    return Emission(output.request_id, tokens, logprobs, running.kv_fresh, finish, records=running.records.take(len(tokens)))

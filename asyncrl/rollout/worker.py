@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.accounting import Count, Ledger, RolloutKey
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, ConfigError, EngineError, NonFiniteError, RewardError, RewardTimeout, RunAborted, ShapeError, text_of
+from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.by_source import Samplings, asks_at_once, sampling_of
 from asyncrl.rollout.env import Env, Outcome, Session, Waves
 from asyncrl.rollout.error_budget import ErrorBudget
@@ -26,6 +28,20 @@ _STATUS_OF: tuple[tuple[type[Exception], Status], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """How engines are asked."""
+
+    deterministic: bool = False
+    """What a rollout gets must not depend on what else the engine is asked. Where the requests of a group come at once, as from
+    `SingleTurn`, they are sampled together; elsewhere each is sampled alone."""
+    wanted: Wanted = NOTHING_WANTED
+    """What the engines record of the tokens; kept sets where the sampling truncates."""
+
+
+PLAIN_REQUESTS = Requests()
+
+
 class RolloutWorker:
     """Runs the environment for one place of one group and turns failures into a status, never into a reward.
 
@@ -36,16 +52,15 @@ class RolloutWorker:
         ledger: told of every token as it arrives.
         seed: of the run; each rollout's own is derived from it, its group and its index.
         error_budget: share of the newest rollouts that may fail before the run ends, see `ErrorBudget`; None sets no limit.
-        deterministic: what a rollout gets must not depend on what else the engine is asked. Where the requests of a group come at once,
-            as from `SingleTurn`, they are sampled together; elsewhere each is sampled alone.
+        requests: how completions are asked for.
     """
 
     def __init__(self, router: Router, env: Env, *, sampling: Samplings, ledger: Ledger, seed: int,
-                 error_budget: float | None = 0.5, deterministic: bool = False) -> None:
+                 error_budget: float | None = 0.5, requests: Requests = PLAIN_REQUESTS) -> None:
         self._router, self._env, self._sampling, self._ledger = router, env, sampling, ledger
         self._seed, self._budget = seed, None if error_budget is None else ErrorBudget(error_budget)
         self._sessions: dict[RolloutKey, Session] = {}
-        self._deterministic = deterministic
+        self._requests = requests
 
     def in_flight(self) -> Count:
         """Tokens written so far by the rollouts that run now, counted from their sessions."""
@@ -63,7 +78,7 @@ class RolloutWorker:
         key = (group_id, index, 0)
         sampling = sampling_of(self._sampling, prompt.source)
         session = Session(self._router, key=key, seed=derive_seed(self._seed, group_id, index), sampling=sampling, ledger=self._ledger,
-                          waves=self._waves(prompt.source))
+                          waves=self._waves(prompt.source), wanted=self._requests.wanted)
         self._sessions[key] = session
         began_s, error = now_s(), ""
         try:
@@ -89,7 +104,7 @@ class RolloutWorker:
                        sampling=sampling, generate_s=now_s() - began_s - outcome.reward_s, reward_s=outcome.reward_s, error=error)
 
     def _waves(self, source: str) -> Waves:
-        if not self._deterministic:
+        if not self._requests.deterministic:
             return "any"
         return "group" if asks_at_once(self._env, source) else "own"
 

@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncrl.errors import EngineError, WeightSyncError, WrongBase
+from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.engine import Ack, Chunk, Engine, GenerationRequest, Interruption
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
 from asyncrl.weights.manifest import Manifest
@@ -68,6 +69,9 @@ class Rig:
     tolerance: float = TOLERANCE
     epochs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     epoch: int = 0
+    wanted: Wanted = NOTHING_WANTED
+    distributions: Callable[[Written], NDArray[np.float64]] | None = None
+    """[n, V] of the written tokens, whole, for engines that record what they leave out."""
 
     async def begin(self) -> None:
         """Version 0 again, in a new run epoch."""
@@ -89,7 +93,7 @@ class Rig:
         while not chunks or chunks[-1].finish in (None, Status.INTERRUPTED):
             done = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)]).astype(np.int32)
             left = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - (len(done) - len(prompt)))
-            request = GenerationRequest(f"seed{seed}.{len(chunks)}", done, left, seed=seed)
+            request = GenerationRequest(f"seed{seed}.{len(chunks)}", done, left, seed=seed, wanted=self.wanted)
             async for chunk in self.engine.generate(request):
                 chunks.append(chunk)
         return Written(prompt, sampling, tuple(chunks))

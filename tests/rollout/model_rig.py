@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from asyncrl.paths import RunPaths
+from asyncrl.records import joined
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
@@ -37,9 +39,22 @@ class PublishedModel:
     def manifest(self, version: int, base: int | None) -> Manifest:
         return self.manifests[version, base]
 
-    @torch.no_grad()
     def truth(self, written: Written) -> NDArray[np.float32]:
-        """Logprobs of the written tokens: each under the weights of its version, over fresh keys or over those of older versions."""
+        """Logprobs of the written tokens, over the kept sets that were recorded of them."""
+        logits = self._logits(written)
+        kept = joined([(chunk.records, len(chunk.tokens)) for chunk in written.chunks]).kept
+        for row, count, end in () if kept is None else zip(logits, kept.counts, kept.offsets[1:], strict=True):
+            if count:
+                row[np.setdiff1d(np.arange(len(row)), kept.ids[end - count:end])] = -torch.inf
+        return torch.log_softmax(logits, dim=-1).gather(-1, torch.from_numpy(written.tokens).long()[:, None])[:, 0].numpy()
+
+    def distributions(self, written: Written) -> NDArray[np.float64]:
+        """[n, V] of the written tokens, before anything is left out."""
+        return torch.softmax(self._logits(written).double(), dim=-1).numpy()
+
+    @torch.no_grad()
+    def _logits(self, written: Written) -> Tensor:
+        """[n, V] over temperature: each under the weights of its version, over fresh keys or over those of older versions."""
         tokens = torch.tensor([[*written.prompt.tolist(), *written.tokens.tolist()]])
         found, read, end = [], 0, len(written.prompt)
         cache = DynamicCache()
@@ -50,10 +65,9 @@ class PublishedModel:
             end += count
             positions = torch.arange(read, end - 1)[None]
             logits = self.versions[version](tokens[:, read:end - 1], past_key_values=cache, position_ids=positions).logits[0, -count:]
-            logprobs = torch.log_softmax(logits.float() / written.sampling.temperature, dim=-1)
-            found.append(logprobs.gather(-1, tokens[0, end - count:end, None])[:, 0])
+            found.append(logits.float() / written.sampling.temperature)
             read = end - 1
-        return torch.cat(found).numpy()
+        return torch.cat(found)
 
 
 def publish_model(root: Path, *, dtype: PublishedDtype = "float32", **made: Any) -> PublishedModel:

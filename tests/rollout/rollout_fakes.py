@@ -17,7 +17,7 @@ from asyncrl.rollout.engine import Chunk, Engine, GenerationRequest, Interruptio
 from asyncrl.rollout.env import Outcome, Session
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
 from asyncrl.rollout.router import Router
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.worker import Requests, RolloutWorker
 from asyncrl.types import Prompt, Sampling, Status
 
 KEY = (4, 2, 0)
@@ -87,7 +87,7 @@ def worker_of(router: Router, function: Callable[[Prompt, Session], Awaitable[Ou
               max_new_tokens: int = 4, error_budget: float = 0.5, deterministic: bool = False) -> RolloutWorker:
     """A worker whose environment is `function`."""
     return RolloutWorker(router, FunctionEnv(function), sampling=Sampling(max_new_tokens=max_new_tokens), ledger=ledger or Ledger(), seed=3,
-                         error_budget=error_budget, deterministic=deterministic)
+                         error_budget=error_budget, requests=Requests(deterministic))
 
 
 def write_tokenizer(folder: Path, *, adds_bos: bool = False) -> Path:

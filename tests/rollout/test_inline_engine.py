@@ -13,9 +13,10 @@ from asyncrl.errors import ChildDied, EngineError, WeightSyncError, WrongBase
 from asyncrl.rollout import inline_wave
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.inline_engine import InlineEngine
-from asyncrl.rollout.inline_wave import KeptSets, sample
+from asyncrl.rollout.inline_wave import sample
+from asyncrl.rollout.truncation import Truncation, limits_of, renormalised
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
-from tests.rollout import engine_contract
+from tests.rollout import engine_contract, records_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -39,6 +40,16 @@ def rig(model: PublishedModel) -> Iterator[Rig]:
 @pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
 def test_contract(rig: Rig, rule) -> None:
     rig.run(rule(rig))
+
+
+@pytest.mark.parametrize("rule", records_contract.KEPT_RULES, ids=lambda rule: rule.__name__)
+def test_contract_of_kept_sets(rig: Rig, rule) -> None:
+    rig.run(rule(rig))
+
+
+@pytest.mark.parametrize("kind", [Interruption.KEEP, Interruption.RECOMPUTE])
+def test_kept_sets_go_on_over_an_interruption(rig: Rig, kind: Interruption) -> None:
+    rig.run(records_contract.kept_sets_go_on_over_an_interruption(rig, kind))
 
 
 def test_nothing_is_sampled_before_an_anchor(rig: Rig) -> None:
@@ -202,7 +213,7 @@ def test_a_token_outside_the_vocabulary_is_refused(rig: Rig) -> None:
 def test_sampling_inverts_the_cumulative_distribution_at_temperature() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(4, 1)
     # softmax(logits / 0.6): 0.8121, 0.1534, 0.0290, 0.0055
-    tokens, logprobs = sample(logits, temperatures=torch.full((4,), 0.6), draws=torch.tensor([0.0, 0.8122, 0.9656, 0.9946]).double())
+    tokens, logprobs, _ = sample(logits, temperatures=torch.full((4,), 0.6), draws=torch.tensor([0.0, 0.8122, 0.9656, 0.9946]).double())
     assert tokens.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(logprobs.numpy(), [-0.2081, -1.8747, -3.5414, -5.2081], atol=1e-4)
 
@@ -223,22 +234,20 @@ KEPT = (Sampling(), Sampling(top_p=0.8), Sampling(top_k=3), Sampling(min_p=0.2),
         Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(min_p=1.0), Sampling(top_k=1000))
 
 
-def kept_sets(samplings: tuple[Sampling, ...]) -> KeptSets:
-    return KeptSets(torch.tensor([s.top_p for s in samplings]).double(), torch.tensor([s.top_k or 2**31 for s in samplings]),
-                    torch.tensor([s.min_p for s in samplings]).double())
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_kept_set_is_what_its_rules_say_renormalised(seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=2.0, size=(len(KEPT), 12))).float()
     plain = torch.log_softmax(logits, dim=-1)
-    renormalised = kept_sets(KEPT).renormalised(plain)
+    truncation = Truncation.of([limits_of(sampling) for sampling in KEPT], torch.device("cpu"))
+    left = truncation.kept(plain)
+    over_the_set = renormalised(plain, left)
     for row, sampling in enumerate(KEPT):
         probs = plain[row].double().exp().numpy()
         kept = kept_by_definition(probs, sampling)
         expected = np.asarray([probs[token] if token in kept else 0.0 for token in range(12)])
-        np.testing.assert_allclose(renormalised[row].exp().numpy(), expected / expected.sum(), atol=1e-6)
-    assert torch.equal(renormalised[0], plain[0]), "a row that keeps all stays as it is, to the bit"
+        assert set(left[row].nonzero()[:, 0].tolist()) == kept
+        np.testing.assert_allclose(over_the_set[row].exp().numpy(), expected / expected.sum(), atol=1e-6)
+    assert torch.equal(over_the_set[0], plain[0]), "a row that keeps all stays as it is, to the bit"
 
 
 def test_a_kept_set_leaves_the_other_requests_of_a_wave_as_they_are(rig: Rig) -> None:
@@ -256,19 +265,19 @@ def test_a_kept_set_leaves_the_other_requests_of_a_wave_as_they_are(rig: Rig) ->
 def test_sampling_never_picks_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     draws = torch.tensor([0.0, 0.4999999, 0.5, 1 - 1e-16]).double()
-    tokens, _ = sample(logits.repeat(4, 1), temperatures=torch.ones(4), draws=draws)
+    tokens, *_ = sample(logits.repeat(4, 1), temperatures=torch.ones(4), draws=draws)
     assert tokens.tolist() == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("row", [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
 def test_a_row_of_logits_without_a_distribution_has_no_logprob(row: list[float]) -> None:
-    _, logprobs = sample(torch.tensor([row, [0.0, 0.0]]), temperatures=torch.ones(2), draws=torch.zeros(2).double())
+    _, logprobs, _ = sample(torch.tensor([row, [0.0, 0.0]]), temperatures=torch.ones(2), draws=torch.zeros(2).double())
     assert torch.isnan(logprobs[0])
     assert logprobs[1] == pytest.approx(-np.log(2))
 
 
 def test_a_broken_row_ends_its_request_and_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_first(logits: torch.Tensor, **arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def break_first(logits: torch.Tensor, **arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         steps.append(1)
         if len(steps) == 3:
             logits = logits.clone()
@@ -299,4 +308,4 @@ async def _until_sampled(engine: InlineEngine, count: int) -> None:
 def _rig(model: PublishedModel, runner: asyncio.Runner, **settings: int) -> Rig:
     engine = InlineEngine(model.folder, **settings)
     runner.run(engine.start(model.paths))
-    return Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))
+    return Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16), distributions=model.distributions)

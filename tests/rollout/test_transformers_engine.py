@@ -21,7 +21,7 @@ from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.transformers_engine import TESTED_TRANSFORMERS, TransformersEngine
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract
+from tests.rollout import engine_contract, records_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -48,6 +48,16 @@ def test_nothing_is_sampled_before_an_anchor(model: PublishedModel, rig: Rig) ->
 @pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
 def test_contract(rig: Rig, rule) -> None:
     rig.run(rule(rig))
+
+
+@pytest.mark.parametrize("rule", records_contract.KEPT_RULES, ids=lambda rule: rule.__name__)
+def test_contract_of_kept_sets(rig: Rig, rule) -> None:
+    rig.run(rule(rig))
+
+
+@pytest.mark.parametrize("kind", [Interruption.KEEP, Interruption.RECOMPUTE])
+def test_kept_sets_go_on_over_an_interruption(rig: Rig, kind: Interruption) -> None:
+    rig.run(records_contract.kept_sets_go_on_over_an_interruption(rig, kind))
 
 
 @pytest.mark.parametrize("kind", [Interruption.KEEP, Interruption.RECOMPUTE])
@@ -118,8 +128,7 @@ def test_a_killed_child_ends_every_open_request_and_later_calls(cramped_rig: Rig
 
 
 @pytest.mark.parametrize(("sampling", "named"), [
-    (Sampling(top_p=0.9), r"sampling\.top_p = 0\.9"), (Sampling(top_k=20), r"sampling\.top_k = 20"),
-    (Sampling(min_p=0.1), r"sampling\.min_p"), (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"),
+    (Sampling(repetition_penalty=1.1), r"sampling\.repetition_penalty"),
     (Sampling(presence_penalty=0.5), r"sampling\.presence_penalty"), (Sampling(frequency_penalty=0.5), r"sampling\.frequency_penalty"),
     (Sampling(min_new_tokens=2), r"sampling\.min_new_tokens"), (Sampling(stop=("x",)), r"sampling\.stop"),
 ])
@@ -187,5 +196,5 @@ def _rigs(model: PublishedModel, **settings: int) -> Iterator[Rig]:
     with asyncio.Runner() as runner:
         engine = TransformersEngine(model.folder, **settings)
         runner.run(engine.start(model.paths))
-        yield Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16))
+        yield Rig(engine, runner.run, model.manifest, model.truth, EOS_TOKENS, prompts(16), distributions=model.distributions)
         runner.run(engine.close())

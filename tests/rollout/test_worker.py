@@ -14,7 +14,7 @@ from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.env import Outcome, SingleTurn
 from asyncrl.rollout.evaluate import roll_out_all
 from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
-from asyncrl.rollout.worker import RolloutWorker
+from asyncrl.rollout.worker import Requests, RolloutWorker
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.types import Prompt, Rollout, Sampling, Status
 from tests.rollout.rollout_fakes import ScriptedEngine, chunk, one_turn, requests_of, router_of, worker_of, write_tokenizer
@@ -275,7 +275,8 @@ def test_in_a_deterministic_run_the_requests_of_a_group_that_come_at_once_are_sa
         engine, env = FakeEngine(token_s=0.0), SingleTurn({"one": lambda prompt, completion: 1.0})
         env.start(tmp_path, Tokenizer(write_tokenizer(tmp_path)))
         try:
-            worker = RolloutWorker(await router_of(engine), env, sampling=Sampling(), ledger=Ledger(), seed=0, deterministic=True)
+            worker = RolloutWorker(await router_of(engine), env, sampling=Sampling(), ledger=Ledger(), seed=0,
+                                   requests=Requests(deterministic=True))
             for group_id, index in ((5, 0), (5, 1), (6, 0)):
                 await worker.run(PROMPT, group_id=group_id, index=index)
             return [request.wave for request in requests_of(engine)]
