@@ -27,6 +27,7 @@ from asyncrl.train.config import TrainConfig, TrainerConfig
 from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.loss_config import LossConfig
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp, WarmUpConfig
+from asyncrl.train.reference_config import NoReference, ReferenceConfig
 from asyncrl.weights.config import WeightsConfig
 
 
@@ -102,6 +103,8 @@ class RunConfig(Section):
     """How data written by an older policy is weighed. Left out, it is an error as soon as the data can be stale."""
     loss: LossConfig
     """What is minimised."""
+    reference: ReferenceConfig = NoReference()
+    """Whether the policy is held to the model it started from."""
     trainer: TrainerConfig
     """How it is minimised, and by how many processes."""
     weights: WeightsConfig = WeightsConfig()
@@ -114,7 +117,8 @@ class RunConfig(Section):
     @property
     def training(self) -> TrainConfig:
         """What a trainer rank needs to know, of the sections here. Raises ConfigError where they contradict one another."""
-        return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss)
+        return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss,
+                           reference=self.reference)
 
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:

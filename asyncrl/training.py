@@ -175,7 +175,7 @@ async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], 
 def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) -> Run:
     """The run a configuration describes, from `model` on, or from the checkpoint that `resumed` was saved with; starts nothing."""
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
-                      **dict(config.trainer))
+                      reference=config.reference, **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
                          probe=config.run.probe, error_budget=config.run.error_budget, deterministic=config.run.deterministic,
                          eval_sets=build_eval_sets(config), resume="newest" if resumed else None)

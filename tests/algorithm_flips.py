@@ -36,7 +36,8 @@ SECTIONS: dict[str, Any] = {
     "correction.token_tis": {"kind": "token_tis"}, "correction.icepop": {"kind": "icepop"},
     "correction.preset": {"kind": "preset", "name": "icepop", "loss": "any"}, "correction.custom": CUSTOM,
     **{f"correction.custom.reject.{kind}": [{"kind": kind} | settings] for kind, (settings, _) in RULES.items()},
-    **{f"loss.{kind}": {"kind": kind} for kind in LOSSES}}
+    **{f"loss.{kind}": {"kind": kind} for kind in LOSSES},
+    **{f"reference.{kind}": {"kind": kind, "coefficient": 0.1} for kind in ("in_loss", "in_reward")}}
 FLIPS: dict[str, Flip] = {
     "correction.kind": flip("icepop", see.trained),
     "correction.token_tis.truncate_high": flip(1.05, see.trained),
@@ -54,6 +55,11 @@ FLIPS: dict[str, Flip] = {
     "correction.custom.reject.bounds.reduce": flip("max", see.trained, correction=CUSTOM, correction__reject=[
         {"kind": "bounds", "statistic": "ratio", "level": "sequence", "low": 0.004, "high": 0.5}]),
     "loss.kind": flip("ppo", see.trained, **NO_CORRECTION),
+    "reference.kind": flip({"kind": "in_loss", "coefficient": 0.1}, see.trained),
+    **{f"reference.in_loss.{name}": flip(value, see.trained, **NO_CORRECTION) for name, value in {
+        "coefficient": 0.2, "estimator": "k2"}.items()},
+    "reference.in_loss.equal_rewards": flip("leave", see.trained_on_equal_rewards, **NO_CORRECTION),
+    "reference.in_reward.coefficient": flip(0.2, see.trained),
     **{f"loss.{kind}.aggregation": flip("seq_mean_token_sum", see.trained, **NO_CORRECTION) for kind in LOSSES},
     **{f"loss.{kind}.entropy_coefficient": flip(0.01, see.trained, **NO_CORRECTION) for kind in LOSSES},
     **{f"loss.{kind}.max_tokens": flip(16, see.trained, **NO_CORRECTION, loss={"kind": kind, "aggregation": "dr_grpo", "max_tokens": 8})
@@ -74,7 +80,8 @@ ACCEPTED: dict[str, set[str]] = {
     "zero": {"correction.custom.reject.opsm.limit",
              *(f"loss.{kind}.{name}" for kind, others in LOSSES.items() for name in {*others, "entropy_coefficient"} & _FROM_ZERO
                if (kind, name) != ("m2po", "limit"))},
-    "large": {*_of("correction.custom.reject", "bounds.high", "geometric.high", "dppo_kl.high", "kpop.high", "opsm.limit", "outlier.high",
+    "large": {"reference.in_loss.coefficient", "reference.in_reward.coefficient",
+              *_of("correction.custom.reject", "bounds.high", "geometric.high", "dppo_kl.high", "kpop.high", "opsm.limit", "outlier.high",
                    "second_moment.limit", "vaco.high"),
               *(f"loss.{kind}.{name}" for kind, others in LOSSES.items()
                 for name in {*others, "max_tokens", "entropy_coefficient"} - _BELOW_ONE)},

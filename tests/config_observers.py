@@ -33,13 +33,13 @@ from asyncrl.rollout.router import Router
 from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.train import rank as rank_module
 from asyncrl.train import trainer as trainer_module
 from asyncrl.train.batch import pack
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.prepare import prepare
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.ready import compute_dtype
 from asyncrl.train.step import minibatches_of, train_step
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Status
@@ -171,22 +171,30 @@ def buffer_story(config: RunConfig, scene: Scene) -> object:
     return story
 
 
-def trained(config: RunConfig, scene: Scene) -> object:
+def trained_on_equal_rewards(config: RunConfig, scene: Scene) -> object:
+    """As `trained`, on groups that are all equally good once the policy has moved."""
+    return trained(config, scene, later_rewards=1.0)
+
+
+def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = None) -> object:
     """Weights and metrics after three real steps of the one rank, how it cuts a batch, its threads, and the arithmetic asked for."""
     threads = torch.get_num_threads()
     settings = TrainConfig(trainer=config.trainer.model_copy(update={"processes": 0, "dtype": "auto"}), advantages=config.advantages,
-                           correction=config.correction, loss=config.loss)
+                           correction=config.correction, loss=config.loss, reference=config.reference)
     asked = settings.model_copy(update={"trainer": config.trainer})
     try:
         rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),
                                     published_dtype="float32", config=settings))
         metrics = []
         for version in range(3):
-            outcome = train_step(rank._trainee, pack(random_batch(version, version=version)))
+            packed = pack(random_batch(version, version=version))
+            if version and later_rewards is not None:
+                packed.rewards[:] = later_rewards
+            outcome = train_step(rank._trainee, packed)
             metrics.append({name: value for name, value in outcome.metrics.result().items() if name not in TIMES})
         cuts = [len(minibatch.inputs) for minibatch in minibatches_of(rank._trainee, pack(random_batch(0)))]
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in rank._lm.parameters())).hexdigest()
-        return weights, metrics, cuts, torch.get_num_threads(), rank_module._compute_dtype(asked, torch.device("cpu"))
+        return weights, metrics, cuts, torch.get_num_threads(), compute_dtype(asked.trainer, torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
 

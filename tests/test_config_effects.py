@@ -16,6 +16,7 @@ from tests import algorithm_flips, optimizer_flips
 from tests import config_observers as see
 from tests import data_observers as see_data
 from tests import eval_observers as see_eval
+from tests import parallel_observers as see_parallel
 from tests.config_flips import Flip, flip
 from tests.config_observers import Observer, Scene
 from tests.rollout.model_rig import PublishedModel, publish_model
@@ -145,6 +146,9 @@ FLIPS: dict[str, Flip] = {
     **{f"trainer.{name}": flip(value, see.trained) for name, value in {
         "betas": [0.5, 0.6], "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e-3, "microbatch_tokens": 16, "minibatches_per_step": 2,
         "epochs": 3, "dtype": "bfloat16"}.items()},
+    **{f"trainer.{name}": flip(value, see_parallel.sharded) for name, value in {
+        "attention": "sdpa", "activation_checkpointing": "full", "compile": True, "tensor_parallel": 2, "context_parallel": 2,
+        "sharding.prefetch_layers": 0, "sharding.reshard_after_forward": False, "sharding.reduce_dtype": "bfloat16"}.items()},
     **{f"trainer.{name}": flip(value, see.supervised_ranks) for name, value in {
         "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "record_batches_every_steps": 2,
         "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
@@ -173,7 +177,7 @@ FLIPS: dict[str, Flip] = {
     "run.wandb.kind": flip({"kind": "wandb"}, see.folder), "run.wandb.wandb.project": flip("other", see.folder)}
 
 ENDS_IN_AN_ERROR = {
-    "correction.preset.loss",
+    "correction.preset.loss", "trainer.tensor_parallel", "trainer.context_parallel",
     *(f"sampling.{name}" for name in ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")),
     "model.function.function", *(f"warm_up.cross_entropy.{name}" for name in ("examples", "held_out", "arguments"))}
 """Their other value is refused by training, or fails in the user's function that gets it. All others change what a run does."""

@@ -14,41 +14,55 @@ from asyncrl.train.batch import PackedBatch
 from asyncrl.types import NOT_SAMPLED
 
 
-def token_advantages(config: AdvantagesConfig, batch: PackedBatch) -> NDArray[np.float32]:
+def token_advantages(config: AdvantagesConfig, batch: PackedBatch, *, penalties: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
     """[T] advantages, the same on every rank: each maps the whole batch. What stands outside the loss mask means nothing.
 
-    With several sequences a rollout, each of them has the rollout's advantage, or its reward at the end.
+    With several sequences a rollout, each of them has the rollout's advantage, or its reward at the end. `penalties` [T] are added to the
+    rewards of tokens where there are such; elsewhere their sum over a rollout is added to its reward.
     """
-    penalties = overlong_penalties(config, batch)
-    rewards = batch.rewards.astype(np.float64) + (0.0 if penalties is None else penalties)
     if isinstance(config, ReinforcePlusPlus):
-        earned = at_the_end(rewards[batch.rollout_ids], loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens)
+        earned = token_rewards(config, batch, penalties=penalties)
         found = reinforce_plus_plus(earned, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens, gamma=config.gamma)
     else:
+        rewards = shaped_rewards(config, batch) + (0.0 if penalties is None else _sums_of(batch, penalties))
         found = _of_rollouts(config, rewards, batch=batch)[batch.rollout_ids[batch.sequence_ids]]
     return found.astype(np.float32)
+
+
+def token_rewards(config: AdvantagesConfig, batch: PackedBatch, *, penalties: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """[T] each rollout's reward at the last loss token of its sequences, and each token's own penalty."""
+    rewards = shaped_rewards(config, batch)[batch.rollout_ids]
+    return at_the_end(rewards, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens) + (0.0 if penalties is None else penalties)
+
+
+def shaped_rewards(config: AdvantagesConfig, batch: PackedBatch) -> NDArray[np.float64]:
+    """[R] rewards and what length costs."""
+    overlong = overlong_penalties(config, batch)
+    return batch.rewards.astype(np.float64) + (0.0 if overlong is None else overlong)
 
 
 def overlong_penalties(config: AdvantagesConfig, batch: PackedBatch) -> NDArray[np.float64] | None:
     """[R] what is added to each reward for its sampled tokens, at most 0; None where length costs nothing."""
     if isinstance(config, MaxRL) or config.overlong.kind == "none":
         return None
-    settings, lengths = config.overlong, _tokens_of(batch, batch.policy_versions != NOT_SAMPLED)
+    settings, lengths = config.overlong, _sums_of(batch, batch.policy_versions != NOT_SAMPLED)
     return settings.weight * overlong_penalty(lengths, max_tokens=settings.max_tokens, cache_tokens=settings.cache_tokens)
 
 
-def shaping_metrics(config: AdvantagesConfig, batch: PackedBatch) -> Metrics:
-    """What rewards lost to length, over the rollouts without error; nothing where length costs nothing."""
-    metrics, penalties = Metrics(), overlong_penalties(config, batch)
-    if penalties is not None:
-        metrics.mean("train/overlong_penalty/mean", float(penalties[batch.valid].sum()), count=int(batch.valid.sum()))
+def shaping_metrics(config: AdvantagesConfig, batch: PackedBatch, *, penalties: NDArray[np.float64] | None = None) -> Metrics:
+    """What rewards lost to length and to the [T] penalties, over the rollouts without error; nothing where that costs nothing."""
+    metrics, lost = Metrics(), {"train/overlong_penalty/mean": overlong_penalties(config, batch)}
+    lost["reference/penalty/mean"] = None if penalties is None else _sums_of(batch, penalties)
+    for name, of_rollouts in lost.items():
+        if of_rollouts is not None:
+            metrics.mean(name, float(of_rollouts[batch.valid].sum()), count=int(batch.valid.sum()))
     return metrics
 
 
 def _of_rollouts(config: GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlusBaseline, rewards: NDArray[np.float64], *,
                  batch: PackedBatch) -> NDArray[np.float64]:
     """[R]"""
-    ids, valid, lengths = batch.group_ids, batch.valid, _tokens_of(batch, batch.loss_mask)
+    ids, valid, lengths = batch.group_ids, batch.valid, _sums_of(batch, batch.loss_mask)
     match config:
         case GRPO():
             return groups.grpo(rewards, group_ids=ids, valid=valid, unbiased_std=config.unbiased_std)
@@ -64,6 +78,6 @@ def _of_rollouts(config: GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlusB
             return groups.reinforce_plus_plus_baseline(rewards, group_ids=ids, valid=valid, lengths=lengths)
 
 
-def _tokens_of(batch: PackedBatch, counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """[R] how many of the [T] tokens each rollout has that count."""
-    return np.bincount(batch.rollout_ids[batch.sequence_ids], weights=counted, minlength=len(batch.rewards))
+def _sums_of(batch: PackedBatch, values: NDArray[np.bool_ | np.float64]) -> NDArray[np.float64]:
+    """[R] sums over the tokens of each rollout."""
+    return np.bincount(batch.rollout_ids[batch.sequence_ids], weights=values, minlength=len(batch.rewards))

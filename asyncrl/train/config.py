@@ -16,9 +16,11 @@ from asyncrl.train.advantages_config import GRPO, AdvantagesConfig
 from asyncrl.train.correction_config import CorrectionConfig, NamedCorrection
 from asyncrl.train.loss_config import DecoupledPPO, LossConfig
 from asyncrl.train.optimizer_config import LearningRateScale, NoScale, OptimizerSettings
+from asyncrl.train.parallel_config import ParallelConfig
+from asyncrl.train.reference_config import InLoss, InReward, NoReference, ReferenceConfig
 
 
-class TrainerConfig(OptimizerSettings):
+class TrainerConfig(OptimizerSettings, ParallelConfig):
     """Processes, optimizer and limits of the trainer."""
 
     processes: int = Field(default=1, ge=0, le=1024)
@@ -55,7 +57,8 @@ class TrainerConfig(OptimizerSettings):
     @model_validator(mode="after")
     def _only_children_are_waited_for(self) -> TrainerConfig:
         if self.processes == 0:
-            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s"], where="trainer", beside="trainer.processes", value=0)
+            refuse_unread(self, ["max_restarts", "step_timeout_s", "start_timeout_s", "sharding"], where="trainer",
+                          beside="trainer.processes", value=0)
         return self
 
     @model_validator(mode="after")
@@ -80,6 +83,7 @@ class TrainConfig(Section):
     correction: CorrectionConfig | None = None
     """None: not chosen; right only where data cannot be stale."""
     loss: LossConfig = DecoupledPPO(kind="decoupled_ppo")
+    reference: ReferenceConfig = NoReference()
 
     @model_validator(mode="after")
     def _the_correction_can_be_made(self) -> TrainConfig:
@@ -103,6 +107,27 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_penalty_has_its_logprobs_and_a_reward_that_may_have_one(self) -> TrainConfig:
+        if isinstance(self.reference, InReward) and self.build_correction().proximal == "log_linear":
+            raise ConfigError("reference.kind, correction.proximal", value=("in_reward", "log_linear"),
+                              allowed="with in_reward proximal logprobs that are computed",
+                              remedy="The penalty is of the policy that is trained, not of a guess: set correction.proximal to "
+                                     "recompute, or take reference.kind=in_loss.")
+        if isinstance(self.reference, InReward) and self.advantages.kind == "maxrl":
+            raise ConfigError("reference.kind, advantages.kind", value=("in_reward", "maxrl"), allowed="with maxrl rewards of 0 and 1",
+                              remedy="Take reference.kind=in_loss, or other advantages.")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_that_are_left_alone_have_no_advantage(self) -> TrainConfig:
+        without_groups = self.advantages.kind == "reinforce_plus_plus"
+        if isinstance(self.reference, InLoss) and self.reference.equal_rewards == "leave" and without_groups:
+            raise ConfigError("reference.equal_rewards, advantages.kind", value=("leave", self.advantages.kind),
+                              allowed=f"pull with {self.advantages.kind}, whose groups of equal rewards have advantages",
+                              remedy="Leave reference.equal_rewards out.")
+        return self
+
+    @model_validator(mode="after")
     def _what_is_recorded_was_computed(self) -> TrainConfig:
         settings = self.trainer
         if settings.record_batches_every_steps is not None and settings.updates_per_step > 1 and not self.has_proximal_pass:
@@ -123,9 +148,11 @@ class TrainConfig(Section):
     @property
     def has_proximal_pass(self) -> bool:
         """Whether a step begins with a forward over the batch. It is left out where it cannot differ from the forward that trains, with
-        one update a step, and a correction and loss that need one token at a time; and where the proximal logprobs are guessed."""
+        one update a step, a correction and loss that need one token at a time, and no penalty in the reward; and where the proximal
+        logprobs are guessed."""
         correction = self.build_correction()
-        is_needless = self.trainer.updates_per_step == 1 and correction.is_token_local and not self.loss.looks_at_batch
+        needs_batch = not correction.is_token_local or self.loss.looks_at_batch or isinstance(self.reference, InReward)
+        is_needless = self.trainer.updates_per_step == 1 and not needs_batch
         return correction.proximal == "recompute" and not is_needless
 
 

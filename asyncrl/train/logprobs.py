@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 from asyncrl.train.kept_rows import KeptRows
 
 CHUNK_LOGITS = 1 << 24
-"""Logits of a chunk: 64 MiB in float32, twice that alive, large enough that the matrix products run at full speed."""
+"""Logits of a chunk: 64 MiB in float32, twice that alive, under a soft cap three times; large enough that the matrix products run at full
+speed."""
 
 _IMPOSSIBLE = -200.0
 """e to this is 0 in float32; a logit of −inf counts as this one in the entropy, where 0 · −inf would be NaN."""
@@ -41,11 +42,13 @@ class Head:
     bias: Tensor | None
     """[V]"""
     chunk_logits: int = CHUNK_LOGITS
+    softcap: float | None = None
+    """Logits s become softcap · tanh(s / softcap)."""
 
     @classmethod
-    def of(cls, layer: nn.Linear, *, chunk_logits: int = CHUNK_LOGITS) -> Head:
+    def of(cls, layer: nn.Linear, *, chunk_logits: int = CHUNK_LOGITS, softcap: float | None = None) -> Head:
         """That of a linear layer."""
-        return cls(layer.weight, layer.bias, chunk_logits)
+        return cls(layer.weight, layer.bias, chunk_logits, softcap)
 
     @property
     def chunk_rows(self) -> int:
@@ -99,13 +102,21 @@ class _Chunk:
     """[n]"""
     entropy: Tensor
     """[n]"""
+    slope: Tensor | None
+    """[n, V] of the soft cap."""
 
 
 def _chunks(hidden: Tensor, head: Head, predictions: Predictions) -> Iterator[_Chunk]:
     for start in range(0, len(hidden), head.chunk_rows):
         rows = slice(start, min(start + head.chunk_rows, len(hidden)))
         targets, temperatures = predictions.targets[rows], predictions.temperatures[rows]
-        shifted = linear(hidden[rows], head.weight, head.bias).float().div_(temperatures[:, None])
+        logits = linear(hidden[rows], head.weight, head.bias).float()
+        slope = None
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_()
+            slope = logits.square().neg_().add_(1.0)
+            logits.mul_(head.softcap)
+        shifted = logits.div_(temperatures[:, None])
         if predictions.kept is not None:
             predictions.kept.mask_(shifted, rows)
         shifted.sub_(shifted.amax(dim=-1, keepdim=True))
@@ -114,7 +125,7 @@ def _chunks(hidden: Tensor, head: Head, predictions: Predictions) -> Iterator[_C
         log_sum = total.log()
         logprobs = shifted.gather(1, targets[:, None])[:, 0] - log_sum
         entropy = log_sum - torch.linalg.vecdot(exp, shifted.clamp_(min=_IMPOSSIBLE)).div_(total)
-        yield _Chunk(rows, shifted, exp, log_sum, logprobs, entropy)
+        yield _Chunk(rows, shifted, exp, log_sum, logprobs, entropy, slope)
 
 
 def _scores(hidden: Tensor, head: Head, predictions: Predictions) -> tuple[Tensor, Tensor]:
@@ -147,6 +158,8 @@ class _Gradients:
             logits = chunk.shifted.add_((chunk.entropy - chunk.log_sum)[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
             logits = logits.mul_(chunk.exp).mul_(p_factor[:, None])
         logits.scatter_(1, targets, logits.gather(1, targets) + (by_logprob / temperatures)[:, None])
+        if chunk.slope is not None:
+            logits.mul_(chunk.slope)
         if self.bias is not None:
             self.bias += logits.sum(dim=0)
         logits = logits.to(self._source.dtype)
@@ -165,7 +178,7 @@ class _Scores(torch.autograd.Function):
     def forward(context: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head,
                 predictions: Predictions) -> tuple[Tensor, Tensor]:
         context.save_for_backward(hidden, weight, bias)
-        context.chunk_logits, context.predictions = head.chunk_logits, predictions
+        context.chunk_logits, context.softcap, context.predictions = head.chunk_logits, head.softcap, predictions
         context.set_materialize_grads(False)
         return _scores(hidden, head, predictions)
 
@@ -173,7 +186,7 @@ class _Scores(torch.autograd.Function):
     def backward(context: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = context.saved_tensors
         by_logprob = torch.zeros(len(hidden), device=hidden.device) if by_logprob is None else by_logprob
-        head = Head(weight, bias, context.chunk_logits)
+        head = Head(weight, bias, context.chunk_logits, context.softcap)
         gradients = _Gradients(hidden, head, wanted=context.needs_input_grad)
         for chunk in _chunks(hidden, head, context.predictions):
             gradients.add(chunk, predictions=context.predictions, by_logprob=by_logprob[chunk.rows],

@@ -14,7 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.causal_lm import load_causal_lm
 from asyncrl.errors import ConfigError
-from asyncrl.train.attention import PACKED, PackedSegments, register
+from asyncrl.train.attention import PackedSegments
+from asyncrl.train.attention_choice import register
 from asyncrl.train.kept_rows import KeptRows
 from asyncrl.train.logprobs import CHUNK_LOGITS, Head, Objective, Predictions, token_logprobs, token_objective
 from asyncrl.train.microbatch import Microbatch, build, layout
@@ -58,22 +59,22 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self._chunk_logits = chunk_logits
-        self._max_tokens = _rope_limit(lm.config)
+        self._max_tokens = _rope_limit(lm.config.get_text_config())
+        self._softcap, self._logit_scale = _head_transform(lm.config.get_text_config())
 
     def forward(self, inputs: ForwardInputs, objective: Objective | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Under the current weights; only predicting rows reach the head. With an objective it alone has a gradient, else the others have.
 
         Raises ConfigError for a sequence whose length would change the rotary embedding of the others.
         """
-        longest = max(length for _, length in inputs.segments.runs)
-        if self._max_tokens is not None and longest > self._max_tokens:
+        if self._max_tokens is not None and inputs.segments.longest > self._max_tokens:
             raise ConfigError("model", value=f"a rotary embedding that changes beyond {self._max_tokens} tokens",
-                              allowed=f"one that does not depend on the longest sequence of a micro-batch, here {longest}",
+                              allowed=f"one that does not depend on the longest sequence of a micro-batch, here {inputs.segments.longest}",
                               remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
         hidden = self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
                                     segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
-        head = Head.of(self.lm.get_output_embeddings(), chunk_logits=self._chunk_logits)
-        predictions = Predictions(inputs.targets, inputs.temperatures, inputs.kept)
+        head = Head.of(self.lm.get_output_embeddings(), chunk_logits=self._chunk_logits, softcap=self._softcap)
+        predictions = Predictions(inputs.targets, inputs.temperatures / self._logit_scale, inputs.kept)
         if objective is None:
             return *token_logprobs(hidden, head=head, predictions=predictions), None
         total, logprobs, entropy = token_objective(hidden, head=head, predictions=predictions, objective=objective)
@@ -95,34 +96,50 @@ def _rope_limit(config: PretrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
+def _head_transform(config: PretrainedConfig) -> tuple[float | None, float]:
+    """The soft cap of the logits, and what the head's products are multiplied by: as Gemma, Cohere and Granite name them."""
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return getattr(config, "final_logit_softcapping", None), float(scale)
+
+
 def load_policy(source: Path) -> Policy:
     """The float32 model of a Hugging Face folder, without dropout. Raises ConfigError for a model this forward does not fit."""
-    register()
-    policy = Policy(load_causal_lm(source, dtype=torch.float32, attention=PACKED))
+    lm = load_causal_lm(source, dtype=torch.float32)
+    attention = register()
+    lm.set_attn_implementation(attention)
+    if lm.config._attn_implementation != attention or lm.base_model is lm:
+        raise _refused(f"{type(lm).__name__} (its attention or its body cannot be called from outside)")
+    policy = Policy(lm)
     _check_parity(policy)
     return policy
 
 
 @torch.no_grad()
 def _check_parity(policy: Policy) -> None:
-    """Two packed sequences must give what transformers gives for each alone: no leak, no transform after the head."""
+    """Packed sequences, two of which share their first tokens, must give what transformers gives for each alone."""
     lm = policy.lm
-    tokens = (np.arange(11) * 7 + 3).astype(np.int32) % lm.config.vocab_size
-    cu_seqlens = np.array([0, 6, 11])
-    targets = np.ones(11, np.bool_)
+    rows = [[3, 10, 17, 24, 31, 38], [3, 10, 17, 45, 52], [7, 14, 21, 28]]
+    cu_seqlens = np.cumsum([0, *map(len, rows)])
+    tokens = np.concatenate(rows).astype(np.int32) % lm.config.get_text_config().vocab_size
+    targets = np.ones(len(tokens), np.bool_)
     targets[cu_seqlens[:-1]] = False
-    whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=np.ones(2, np.float32), group_ids=np.arange(2))
-    ours, *_ = policy(ForwardInputs.of(build(whole, (0, 1)), torch.device("cpu")))
-    places = build(whole, (0, 1)).places
+    whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=np.ones(3, np.float32), group_ids=np.array([0, 0, 1]))
+    microbatch = build(whole, (0, 1, 2))
+    ours, *_ = policy(ForwardInputs.of(microbatch, torch.device("cpu")))
     lm.set_attn_implementation("eager")
-    theirs = torch.zeros(11)
+    theirs = torch.zeros(len(tokens))
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         row = torch.from_numpy(tokens[start:end].astype(np.int64))
         logprobs = torch.log_softmax(lm(input_ids=row[None], use_cache=False).logits[0, :-1].float(), dim=-1)
         theirs[start + 1:end] = logprobs.gather(1, row[1:, None])[:, 0]
-    lm.set_attn_implementation(PACKED)
-    gap = float((ours - theirs[places]).abs().max())
+    lm.set_attn_implementation(register())
+    gap = float((ours - theirs[microbatch.places]).abs().max())
     if not gap < PARITY_TOLERANCE:
-        raise ConfigError("model", value=f"{type(lm).__name__} (logprobs off by {gap:.3g})",
-                          allowed="a causal LM whose attention is causal and whose logits are a linear map of its hidden states",
-                          remedy="Models with soft-capped logits, attention sinks or their own attention code are not supported.")
+        raise _refused(f"{type(lm).__name__} (logprobs off by {gap:.3g})")
+
+
+def _refused(value: str) -> ConfigError:
+    return ConfigError("model", value=value,
+                       allowed="a causal LM whose layers mix tokens by causal attention alone, through transformers' attention interface, "
+                               "and whose logits are a linear map of its hidden states, scaled or soft-capped",
+                       remedy="Models with attention sinks, recurrent layers or attention code of their own are not supported.")

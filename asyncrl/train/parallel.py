@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from asyncrl.train.layers import layers_of
 from asyncrl.train.model import Policy
+from asyncrl.train.parallel_config import ShardingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,30 @@ def connect(*, rank: int, world_size: int, rendezvous: Path | None, timeout_s: f
     return Ranks(rank=rank, world_size=world_size, device=device, mesh=init_device_mesh(device.type, (world_size,)))
 
 
-def shard(policy: Policy, ranks: Ranks, *, compute_dtype: Literal["float32", "bfloat16"]) -> None:
-    """Shard every transformer layer, then the rest, in place. Master weights and gradient sums stay float32."""
+def shard(policy: Policy, ranks: Ranks, *, compute_dtype: torch.dtype, settings: ShardingConfig) -> None:
+    """Move the model to the rank's device; among others, shard every transformer layer, then the rest, in place.
+
+    Master weights and the sums of their gradients stay float32, whatever computes and whatever travels. Parameters without gradient are
+    sharded like the others.
+    """
     policy.to(ranks.device)
     if ranks.mesh is None:
         return
-    mixed = MixedPrecisionPolicy(param_dtype=getattr(torch, compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False)
-    layer_classes = set(policy.lm._no_split_modules or ())
-    for module in list(policy.lm.modules()):
-        if type(module).__name__ in layer_classes:
-            fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
+    mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=getattr(torch, settings.reduce_dtype), cast_forward_inputs=False)
+    layers = layers_of(policy.lm)
+    for layer in layers:
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=settings.reshard_after_forward)
     fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed)
+    if settings.prefetch_layers:
+        _prefetch([policy, *layers], depth=settings.prefetch_layers)
+
+
+def _prefetch(order: list[nn.Module], *, depth: int) -> None:
+    """Each module gathers the next `depth` when it begins, and in the backward pass those before it; the root comes first and last."""
+    for place, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[place + 1:place + 1 + depth])
+        before = order[max(1, place - depth):place] if place else order[-depth:]
+        module.set_modules_to_backward_prefetch([layer for layer in reversed(before) if layer is not module])
 
 
 def local(tensor: Tensor) -> Tensor:

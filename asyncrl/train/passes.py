@@ -20,21 +20,33 @@ class Scores:
 
     proximal_logprobs: Tensor | None
     """Under the weights at the start of the step."""
+    ref_logprobs: Tensor | None
+    """Under those of the initial model."""
 
     @property
     def is_finite(self) -> bool:
         """Whether no number is NaN or infinite: a step on such ones would train on nonsense."""
-        return all(bool(torch.isfinite(score).all()) for score in (self.proximal_logprobs,) if score is not None)
+        return all(bool(torch.isfinite(score).all()) for score in (self.proximal_logprobs, self.ref_logprobs) if score is not None)
 
 
 def score(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Scores:
     """All that this configuration needs; the same on every rank."""
-    return Scores(proximal_logprobs=proximal_logprobs(trainee, minibatches) if trainee.config.has_proximal_pass else None)
+    return Scores(proximal_logprobs=proximal_logprobs(trainee, minibatches) if trainee.config.has_proximal_pass else None,
+                  ref_logprobs=reference_logprobs(trainee, minibatches))
 
 
 def proximal_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor:
     """[T] under the weights as they are."""
     return _of_every_token(trainee, minibatches, lambda inputs: trainee.policy(inputs)[0])
+
+
+def reference_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor | None:
+    """[T] under the initial weights; None without a reference."""
+    reference = trainee.reference
+    if reference is None:
+        return None
+    with reference.untrained(reference.policy):
+        return _of_every_token(trainee, minibatches, lambda inputs: reference.policy(inputs)[0])
 
 
 @torch.no_grad()

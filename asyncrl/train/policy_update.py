@@ -27,9 +27,10 @@ from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import weigh
 from asyncrl.train.loss_config import GEPO, M2PO, LossConfig
 from asyncrl.train.model import ForwardInputs, Policy
+from asyncrl.train.reference import Pull
 
-ROWS = 5
-"""Numbers a token leaves behind: logprob, entropy, loss, log-ratio, whether it was clipped."""
+ROWS = 6
+"""Numbers a token leaves behind: logprob, entropy, loss, what of it pulls to the reference, log-ratio, whether it was clipped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,7 @@ class Frozen:
     """None: the proximal logprobs are those of the forward that trains."""
     found: Mapping[str, float | Tensor] = field(default_factory=dict)
     """Of `found_in`."""
+    pull: Pull | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,13 @@ def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings:
         share = _loss_inputs(logprobs.detach(), places=inputs.places[chosen], cu_targets=cu_targets, frozen=frozen)
         found = {name: value[inputs.places[chosen]] if isinstance(value, Tensor) else value for name, value in frozen.found.items()}
         loss = _FUNCTIONS[settings.kind](logprobs, inputs=share, **settings.arguments, **found)
-        total = loss.losses
+        total, pull = loss.losses, torch.zeros_like(entropy)
         if settings.entropy_coefficient:
             total = total + losses.entropy_bonus(entropy, keep_mask=share.keep_mask, coefficient=settings.entropy_coefficient)
-        rows[:, chosen] = torch.stack([logprobs.detach(), entropy.detach(), total.detach(), loss.log_ratio,
+        if frozen.pull is not None:
+            pull = frozen.pull.losses(logprobs, inputs=share, places=inputs.places[chosen])
+            total = total + pull
+        rows[:, chosen] = torch.stack([logprobs.detach(), entropy.detach(), total.detach(), pull.detach(), loss.log_ratio,
                                        loss.clipped.to(entropy.dtype)])
         # The clamp of the ratio has gradient 0 at a logprob that is not finite: it must reach the guard all the same.
         fit = torch.where(torch.isfinite(logprobs.detach()).all(), 1.0, torch.nan)

@@ -16,7 +16,6 @@ from asyncrl.records import TokenRecords
 from asyncrl.train import checkpoint
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
-from asyncrl.train.config import TrainConfig
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
 from asyncrl.train.microbatch import build, layout
@@ -24,11 +23,14 @@ from asyncrl.train.model import ForwardInputs, load_policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.optim_groups import freeze
 from asyncrl.train.packing import plan
-from asyncrl.train.parallel import connect, shard
+from asyncrl.train.parallel import connect
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.rate_scale import RateScale
+from asyncrl.train.ready import make_ready
 from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
-from asyncrl.train.step import Trainee, train_step
+from asyncrl.train.reference import Reference, load_reference
+from asyncrl.train.step import train_step
+from asyncrl.train.trainee import Trainee
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import checkpoint_tensors, local_bits, local_pieces
@@ -46,11 +48,12 @@ class RankTrainer:
         freeze(policy.lm, spec.config.trainer.frozen)
         self._ranks = connect(rank=spec.rank, world_size=spec.world_size, rendezvous=Path(spec.rendezvous) if spec.rendezvous else None,
                               timeout_s=spec.config.trainer.step_timeout_s)
-        shard(policy, self._ranks, compute_dtype=_compute_dtype(spec.config, self._ranks.device))
         self._lm = policy.lm
+        self.attention = make_ready(policy, self._ranks, spec.config.trainer)
         optimizer = Optimizer(policy.lm.named_parameters(remove_duplicate=False), config=spec.config.trainer, ranks=self._ranks)
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
-        self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config)
+        self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
+                                reference=self._load_reference())
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -133,6 +136,11 @@ class RankTrainer:
         self._writer.shutdown()
         self._ranks.close()
 
+    def _load_reference(self) -> Reference | None:
+        if self._spec.config.reference.kind == "none":
+            return None
+        return load_reference(Path(self._spec.model), self._ranks, settings=self._spec.config.trainer)
+
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
                          store=StoreTransport(Path(self._spec.store)))
@@ -148,13 +156,8 @@ class RankTrainer:
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
     """A rank as a child process: answers until the controller closes it."""
     trainer = RankTrainer(RankSpec.from_wire(spec))
+    print(f"attention: {trainer.attention.backend}, {trainer.attention.reason}", flush=True)  # into the rank's log
     try:
         serve_calls(channel, trainer.handlers())
     finally:
         trainer.close()
-
-
-def _compute_dtype(config: TrainConfig, device: torch.device) -> Any:
-    if config.trainer.dtype != "auto":
-        return config.trainer.dtype
-    return "bfloat16" if device.type == "cuda" else "float32"

@@ -1,9 +1,10 @@
 """One step: from a batch to at least one update of the weights.
 
-    proximal logprobs [T] ──▶ correct(), once, frozen ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update
+    score(): logprobs [T] under proximal and reference weights ──▶ advantages [T] ──▶ correct(), once, frozen
+        ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update
 
-`TrainConfig.has_proximal_pass` says where the first of these is left out. Every rank maps the whole batch, so denominators and
-advantages need no communication; the [T] numbers that do are summed once, each token being computed by one rank.
+`passes` says what is scored and `TrainConfig` where that is left out. Every rank maps the whole batch, so denominators and advantages
+need no communication; the [T] numbers that do are summed once, each token being computed by one rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.minibatch import Minibatch, minibatches_of, packing_metrics
 from asyncrl.train.optim import Update
-from asyncrl.train.passes import score
+from asyncrl.train.passes import Scores, score
 from asyncrl.train.policy_update import ROWS, Frozen, Shares, at_update, backward, found_in
+from asyncrl.train.reference import Pull, penalties, reference_metrics
 from asyncrl.train.trainee import Trainee
 
 
@@ -55,6 +57,7 @@ class Traces:
     logprobs: Tensor
     entropy: Tensor
     losses: Tensor
+    pull: Tensor
     log_ratio: Tensor
     clipped: Tensor
     updates: list[Update] = field(default_factory=list)
@@ -69,32 +72,29 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     if batch.num_loss_tokens == 0:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=False, trained_tokens=0)
     _require_whole_rollouts(batch, aggregation=trainee.config.loss.aggregation)
-    tokens = _tokens(trainee, batch)
+    tokens = _tokens(batch, device=trainee.ranks.device)
     tokens.check()
-    correction = trainee.config.build_correction()
     minibatches = minibatches_of(trainee, batch)
     scores = score(trainee, minibatches)
     if not scores.is_finite:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
-    corrected = correct(tokens, correction) if correction.proximal == "log_linear" else None
-    if scores.proximal_logprobs is not None:
-        tokens = dataclasses.replace(tokens, proximal_logprobs=scores.proximal_logprobs)
-        corrected = correct(tokens, correction)
-        minibatches = tuple(minibatch.counting(corrected, tokens=tokens) for minibatch in minibatches)
-    found = {} if corrected is None else found_in(tokens, corrected, settings=trainee.config.loss)
-    frozen = Frozen(tokens, correction, corrected, found=found)
+    lost = penalties(trainee.config.reference, proximal_logprobs=scores.proximal_logprobs, ref_logprobs=scores.ref_logprobs,
+                     loss_mask=batch.loss_mask)
+    advantages = token_advantages(trainee.config.advantages, batch, penalties=lost)
+    tokens = dataclasses.replace(tokens, advantages=torch.from_numpy(advantages).to(trainee.ranks.device))
+    frozen = _freeze(trainee.config, batch, tokens=tokens, scores=scores)
+    if frozen.corrected is not None:
+        minibatches = tuple(minibatch.counting(frozen.corrected, tokens=tokens) for minibatch in minibatches)
     traces = _updates(trainee, minibatches, frozen=frozen)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
-    has_proximal = trainee.config.has_proximal_pass
-    if not has_proximal and trainee.config.trainer.updates_per_step == 1:
-        tokens, has_proximal = dataclasses.replace(tokens, proximal_logprobs=traces.logprobs), True
     metrics = Metrics()
     if not nonfinite:
-        corrected = correct(tokens, correction) if corrected is None else corrected
-        metrics.merge(corrected.metrics)
-        metrics.merge(shaping_metrics(trainee.config.advantages, batch))
-        _record(metrics, traces, frozen=dataclasses.replace(frozen, tokens=tokens, corrected=corrected), config=trainee.config)
+        frozen = _completed(frozen, traces, config=trainee.config)
+        metrics.merge(shaping_metrics(trainee.config.advantages, batch, penalties=lost))
+        _record(metrics, traces, frozen=frozen, config=trainee.config)
+    if not nonfinite and scores.ref_logprobs is not None:
+        metrics.merge(_distance(traces, scores, loss_mask=tokens.loss_mask))
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
@@ -102,8 +102,8 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     metrics.merge(packing_metrics(minibatches))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
-                       trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=corrected),
-                       tokens=tokens if has_proximal and not nonfinite else None)
+                       trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=frozen.corrected),
+                       tokens=frozen.tokens if _has_proximal(trainee.config) and not nonfinite else None)
 
 
 def _require_whole_rollouts(batch: PackedBatch, *, aggregation: str) -> None:
@@ -115,18 +115,43 @@ def _require_whole_rollouts(batch: PackedBatch, *, aggregation: str) -> None:
                          f"{sequences[forked]}: it would weigh {sequences[forked]} times. Use token_mean or token_sum.")
 
 
-def _tokens(trainee: Trainee, batch: PackedBatch) -> CorrectionBatch:
-    """The batch as tensors, with the advantage of every token; proximal logprobs are still those of the rollout."""
+def _tokens(batch: PackedBatch, *, device: torch.device) -> CorrectionBatch:
+    """The batch as tensors; proximal logprobs are still those of the rollout, advantages 0."""
 
     def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(trainee.ranks.device)
+        return torch.from_numpy(array).to(device)
 
     rollout_logprobs = put(batch.rollout_logprobs)
     return CorrectionBatch(
         rollout_logprobs=rollout_logprobs, proximal_logprobs=rollout_logprobs, loss_mask=put(batch.loss_mask),
-        advantages=put(token_advantages(trainee.config.advantages, batch)),
-        turn_ids=put(batch.turn_ids), policy_versions=put(batch.policy_versions), cu_seqlens=put(batch.cu_seqlens),
-        group_ids=put(batch.group_ids[batch.rollout_ids]), version=batch.version)
+        advantages=torch.zeros_like(rollout_logprobs), turn_ids=put(batch.turn_ids), policy_versions=put(batch.policy_versions),
+        cu_seqlens=put(batch.cu_seqlens), group_ids=put(batch.group_ids[batch.rollout_ids]), version=batch.version)
+
+
+def _freeze(config: TrainConfig, batch: PackedBatch, *, tokens: CorrectionBatch, scores: Scores) -> Frozen:
+    """What every update of the step reads; without proximal logprobs the correction waits for those of the first forward."""
+    correction, corrected, found = config.build_correction(), None, {}
+    if scores.proximal_logprobs is not None:
+        tokens = dataclasses.replace(tokens, proximal_logprobs=scores.proximal_logprobs)
+    if scores.proximal_logprobs is not None or correction.proximal == "log_linear":
+        corrected = correct(tokens, correction)
+        found = found_in(tokens, corrected, settings=config.loss)
+    pull = Pull.of(config.reference, ref_logprobs=scores.ref_logprobs, batch=batch, advantages=config.advantages)
+    return Frozen(tokens, correction, corrected, found=found, pull=pull)
+
+
+def _completed(frozen: Frozen, traces: Traces, *, config: TrainConfig) -> Frozen:
+    """With the proximal logprobs and the correction that only the forward of the step's one update gave."""
+    if config.has_proximal_pass or config.trainer.updates_per_step > 1:
+        return frozen
+    tokens = dataclasses.replace(frozen.tokens, proximal_logprobs=traces.logprobs)
+    corrected = correct(tokens, frozen.correction) if frozen.corrected is None else frozen.corrected
+    return dataclasses.replace(frozen, tokens=tokens, corrected=corrected)
+
+
+def _has_proximal(config: TrainConfig) -> bool:
+    """Whether a step computes proximal logprobs at all."""
+    return config.has_proximal_pass or config.trainer.updates_per_step == 1
 
 
 def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen) -> Traces:
@@ -161,12 +186,15 @@ def _trained_tokens(minibatches: tuple[Minibatch, ...], updates: list[Update], *
 def _record(metrics: Metrics, traces: Traces, *, frozen: Frozen, config: TrainConfig) -> None:
     tokens, corrected, clipped = frozen.tokens, frozen.corrected, traces.clipped.bool()
     assert corrected is not None, "what the step trained on was corrected, before it or after"
+    metrics.merge(corrected.metrics)
     mask, kept_entropy = tokens.loss_mask, traces.entropy * corrected.keep_mask
     metrics.mean("train/loss/mean", _whole(traces.losses, frozen=frozen, config=config), count=1)
     metrics.mean("train/entropy/mean", float(traces.entropy[mask].double().sum()), count=int(mask.sum()))
     if config.loss.entropy_coefficient:
         metrics.mean("train/entropy_bonus/mean",
                      config.loss.entropy_coefficient * _whole(kept_entropy, frozen=frozen, config=config), count=1)
+    if frozen.pull is not None:
+        metrics.mean("reference/loss/mean", _whole(traces.pull, frozen=frozen, config=config), count=1)
     if math.isfinite(tau := float(frozen.found.get("tau", math.inf))):
         metrics.last("train/m2po_log_clip/last", tau)
     metrics.last("train/grad_norm/last", traces.updates[-1].grad_norm)
@@ -174,6 +202,13 @@ def _record(metrics: Metrics, traces: Traces, *, frozen: Frozen, config: TrainCo
         metrics.merge(diagnose_update(traces.log_ratio, clipped=clipped, loss_mask=mask, staleness=tokens.version - tokens.policy_versions))
     else:  # how far a guess is away from its own ingredients says nothing
         metrics.mean("correction/clipped/frac", float(clipped[mask].sum()), count=int(mask.sum()))
+
+
+def _distance(traces: Traces, scores: Scores, *, loss_mask: Tensor) -> Metrics:
+    """From the reference, at the start of the step if it was scored there, else at the last forward of each token."""
+    assert scores.ref_logprobs is not None
+    logprobs = traces.logprobs if scores.proximal_logprobs is None else scores.proximal_logprobs
+    return reference_metrics(logprobs, ref_logprobs=scores.ref_logprobs, loss_mask=loss_mask)
 
 
 def _whole(values: Tensor, *, frozen: Frozen, config: TrainConfig) -> float:

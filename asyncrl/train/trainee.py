@@ -9,6 +9,7 @@ from asyncrl.train.model import Policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.parallel import Ranks
 from asyncrl.train.rate_scale import RateScale
+from asyncrl.train.reference import Reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,3 +21,5 @@ class Trainee:
     rate_scale: RateScale
     ranks: Ranks
     config: TrainConfig
+    reference: Reference | None = None
+    """None where nothing is held to it."""

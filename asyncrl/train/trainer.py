@@ -70,14 +70,16 @@ class Trainer:
             `kind`.
         correction: "token_tis", "icepop", "none", the name of a preset, or a mapping with `kind`; must be chosen when data can be stale.
         loss: "decoupled_ppo", "ppo", "gspo", …, or a mapping with `kind`: those of docs/configuration.md.
+        reference: "none", or a mapping with `kind`, "in_loss" or "in_reward": a KL to the model the run starts from.
 
     Raises ConfigError before any process starts.
     """
 
     def __init__(self, model: str | Path, *, advantages: Any = "grpo", correction: Any = None, loss: Any = "decoupled_ppo",
-                 **settings: Any) -> None:
+                 reference: Any = "none", **settings: Any) -> None:
         self.model = model_folder(model)
-        self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss})
+        self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss,
+                                 "reference": reference})
         self.version = 0
         self._history = History()
         self._saving: Saving | None = None

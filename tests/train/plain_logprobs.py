@@ -41,4 +41,4 @@ def assert_close(ours: dict[str, Tensor], plain: dict[str, Tensor], *, tolerance
     assert largest > 0
     assert ours.keys() == plain.keys()
     for name, gradient in plain.items():
-        torch.testing.assert_close(ours[name].double(), gradient, rtol=0, atol=tolerance * largest)
+        torch.testing.assert_close(ours[name].double(), gradient.double(), rtol=0, atol=tolerance * largest)

@@ -58,7 +58,8 @@ class Row:
 
 def plain_step(folder: Path, batch: Batch, how: PlainStep) -> PlainResult:
     """Trains a fresh float64 model of `folder`; an update without any gradient is left out."""
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager",
+                                              experts_implementation="eager").eval()
     optimizer = torch.optim.AdamW(lm.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     groups = [rows for group in batch.groups if (rows := _rows(group.rollouts, how.advantages))]
     for rows in groups:

@@ -8,7 +8,6 @@ import pytest
 from asyncrl.train.advantages import overlong_penalties, shaping_metrics, token_advantages
 from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.train.config import TrainConfig, validated
-from asyncrl.train.step import _tokens
 from asyncrl.types import Batch, Rollout, SequenceBuilder, Status
 from tests.tiny_model import make_tiny_model
 from tests.train.train_data import batch_of, inline_rank, rollout, step_on
@@ -123,5 +122,7 @@ def test_a_step_trains_by_them_and_tells_the_penalty(tmp_path: Path) -> None:
     rank = inline_rank(make_tiny_model(tmp_path / "model"), tmp_path, advantages={"kind": "opo", "overlong": SOFT}, correction="none")
     wanted = token_advantages(rank._trainee.config.advantages, packed)
     assert np.ptp(wanted) > 0
-    np.testing.assert_array_equal(_tokens(rank._trainee, packed).advantages.numpy(), wanted)
-    assert -0.5 <= step_on(rank, packed).metrics.result()["train/overlong_penalty/mean"] < 0.0
+    outcome = step_on(rank, packed)
+    assert outcome.tokens is not None
+    np.testing.assert_array_equal(outcome.tokens.advantages.numpy(), wanted)
+    assert -0.5 <= outcome.metrics.result()["train/overlong_penalty/mean"] < 0.0

@@ -3,15 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.train.batch import PackedBatch, pack
@@ -102,21 +95,27 @@ def test_tokens_the_policy_did_not_sample_are_never_predicted(untied: Path, tmp_
     assert gradient[15].abs().sum() == 0
 
 
-def test_a_model_with_soft_capped_logits_is_refused(tmp_path: Path) -> None:
-    config = Gemma2Config(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                          num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, sliding_window=64, pad_token_id=0)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
+REFUSED = {
+    "attention sinks": (transformers.GptOssConfig, transformers.GptOssForCausalLM, {"num_local_experts": 4, "head_dim": 8}, "logprobs off"),
+    "positions by a bias of its own attention": (transformers.BloomConfig, transformers.BloomForCausalLM, {}, "BloomForCausalLM"),
+    "attention of its own": (transformers.GPTNeoConfig, transformers.GPTNeoForCausalLM,
+                             {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}, "called from outside"),
+    "recurrence": (transformers.MambaConfig, transformers.MambaForCausalLM, {}, "logprobs off"),
+    "layers that keep what they are given": (transformers.StableLmConfig, transformers.StableLmForCausalLM, {}, "StableLmAttention")}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_model_that_packing_would_change_is_refused(why: str, tmp_path: Path) -> None:
+    config, model, settings, said = REFUSED[why]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = model(config(vocab_size=16, hidden_size=32, num_hidden_layers=2, pad_token_id=0, eos_token_id=1,
+                          **{"num_attention_heads": 4, "num_key_value_heads": 4, **settings}))
+        for parameter in lm.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    lm.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
         load_policy(tmp_path)
-
-
-def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None:
-    config = MistralConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                           num_key_value_heads=1, sliding_window=7)
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path)
-    with pytest.raises(ConfigError, match="sliding_window=7"):
-        packed_logprobs(policy, pack(random_batch(0, longest=12)))
 
 
 @pytest.mark.parametrize("rope", [
