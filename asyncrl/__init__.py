@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from asyncrl.rollout.vllm_engine import VLLMEngine
     from asyncrl.run_options import RunOptions
     from asyncrl.step_report import StepReport
+    from asyncrl.train.sft import SFTTrainer
     from asyncrl.train.trainer import Trainer
     from asyncrl.types import Prompt, Rollout, RolloutGroup, Sampling, Sequence, Status
     from asyncrl.weights.config import WeightsConfig
 
 __all__ = [
     "Env", "EvalSet", "Evaluation", "InlineEngine", "Interruption", "Mixture", "Outcome", "ProbeConfig", "Prompt", "PromptSource",
-    "ReplayBuffer", "Rollout", "RolloutGroup", "Run", "RunConfig", "RunOptions", "Sampling", "Sequence", "Session", "SingleTurn", "Status",
-    "StepReport", "Trainer", "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
+    "ReplayBuffer", "Rollout", "RolloutGroup", "Run", "RunConfig", "RunOptions", "SFTTrainer", "Sampling", "Sequence", "Session",
+    "SingleTurn", "Status", "StepReport", "Trainer", "TransformersEngine", "VLLMEngine", "WeightsConfig", "load_config",
 ]
 
 _HOMES = MappingProxyType({
@@ -50,6 +51,7 @@ _HOMES = MappingProxyType({
     "asyncrl.rollout.vllm_engine": ("VLLMEngine",),
     "asyncrl.run_options": ("RunOptions",),
     "asyncrl.step_report": ("StepReport",),
+    "asyncrl.train.sft": ("SFTTrainer",),
     "asyncrl.train.trainer": ("Trainer",),
     "asyncrl.types": ("Prompt", "Rollout", "RolloutGroup", "Sampling", "Sequence", "Status"),
     "asyncrl.weights.config": ("WeightsConfig",),

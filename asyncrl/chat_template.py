@@ -41,8 +41,10 @@ class ChatTemplate:
         tokens = _json_file(self._folder / "special_tokens_map.json") | settings
         self._tokens = {name: _content(tokens[name]) for name in _SPECIAL_TOKENS if tokens.get(name) is not None}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({}), *,
+               add_generation_prompt: bool = True) -> str:
         """The conversation as text, up to where the assistant's answer begins. `variables` reach the template (`enable_thinking`).
+        Without `add_generation_prompt` it ends with its last message.
 
         Raises ConfigError with the template's own words when it refuses the messages, and for variables that are not the caller's.
         """
@@ -51,7 +53,7 @@ class ChatTemplate:
                               remedy="Leave them out: a prompt is a conversation without tools that waits for its answer.")
         given = self._tokens | {"tools": None, "documents": None} | dict(variables)
         try:
-            return self._template.render(given | {"messages": list(messages), "add_generation_prompt": True})
+            return self._template.render(given | {"messages": list(messages), "add_generation_prompt": add_generation_prompt})
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError) as error:
             raise ConfigError("prompts", value=messages, allowed=f"messages that the chat template of {self._folder} renders",
                               remedy=f"It says: {type(error).__name__}: {error}.") from error

@@ -40,11 +40,13 @@ class Tokenizer:
         them, as a text model for the token of an image."""
         return max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """The conversation as text by the folder's chat template, up to where the answer begins. Raises ConfigError without one."""
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({}), *,
+               add_generation_prompt: bool = True) -> str:
+        """The conversation as text by the folder's chat template, up to where the answer begins, or else to its end. Raises ConfigError
+        without one."""
         if self._template is None:
             self._template = ChatTemplate(self._folder)
-        return self._template.render(messages, variables)
+        return self._template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that goes on, special tokens in front as the folder prescribes."""

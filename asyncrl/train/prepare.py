@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, RunAborted
 from asyncrl.functions import load_function, source_file
-from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelConfig, ModelFolder, ModelFunction, NoWarmUp, WarmUpConfig
+from asyncrl.train.sft import SFTTrainer
+
+_MADE_BY = ("prepare.py", "sft.py", "sft_step.py", "examples.py", "optim.py")
+"""Files beside this one that decide what a warm-up gives."""
 
 
 def cache_key(model: ModelConfig, warm_up: WarmUpConfig) -> str:
-    """Changes with every setting, with the source the named functions are in, with the files of a model folder, and with this file."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    """Changes with every setting, the source the named functions are in, the files of a model folder, and the code that trains."""
+    digest = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _MADE_BY))
     for section in (model, warm_up):
         digest.update(section.model_dump_json().encode())
         for name in ("function", "examples", "held_out"):
@@ -93,83 +96,33 @@ def _publish(building: Path, folder: Path) -> None:
 
 
 def _warm_up(folder: Path, config: CrossEntropyWarmUp, *, tell: Callable[[str], None]) -> dict[str, float]:
-    import torch
+    given = {"seed": config.seed, **config.arguments}
+    examples = iter(load_function(config.examples, field="warm_up.examples")(**given))
+    held_out = list(load_function(config.held_out, field="warm_up.held_out")(**given))
+    try:
+        trainer = SFTTrainer(folder, examples, held_out=held_out, batch_size=config.batch_size, max_steps=config.max_steps, processes=0,
+                             threads=config.threads, learning_rate=config.learning_rate, betas=config.betas,
+                             schedule={"kind": "constant", "warm_up_steps": config.ramp_steps})
+        return asyncio.run(_until_accurate(trainer, config, folder=folder, tell=tell))
+    except ConfigError as error:
+        if error.field.split()[0] in ("examples", "held_out"):
+            raise error.moved(error.field, f"warm_up.{error.field}") from error
+        raise
 
-    from asyncrl.causal_lm import load_causal_lm
 
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    net = load_causal_lm(folder, dtype=torch.float32)
-    tokenizer = _Examples(folder, eos_token=_end_of_sequence(net.generation_config.eos_token_id, folder))
-    examples = iter(load_function(config.examples, field="warm_up.examples")(seed=config.seed, **config.arguments))
-    held_out = tokenizer.rows(load_function(config.held_out, field="warm_up.held_out")(seed=config.seed, **config.arguments),
-                              field="warm_up.held_out")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0)
+async def _until_accurate(trainer: SFTTrainer, config: CrossEntropyWarmUp, *, folder: Path,
+                          tell: Callable[[str], None]) -> dict[str, float]:
     accuracy = 0.0
-    for step in range(1, config.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * min(1.0, step / max(1, config.ramp_steps))
-        batch = tokenizer.rows(itertools.islice(examples, config.batch_size), field="warm_up.examples")
-        loss = -completion_logprobs(net, batch).sum() / (batch[1] >= 0).sum()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        if step % config.check_every_steps == 0 or step == config.max_steps:
-            accuracy = _accuracy(net, held_out, batch_size=config.batch_size)
-            tell(f"warm-up step {step}: accuracy {accuracy:.3f} of {config.until_accuracy:g}, loss {float(loss.detach()):.3f}")
-            if accuracy >= config.until_accuracy:
-                net.save_pretrained(folder)
-                return {"steps": step, "accuracy": accuracy, "loss": float(loss.detach())}
+    try:
+        await trainer.start(folder)
+        async for step in trainer.steps():
+            if step.index % config.check_every_steps == 0 or step.index == config.max_steps:
+                accuracy = (await trainer.evaluate()).accuracy
+                tell(f"warm-up step {step.index}: accuracy {accuracy:.3f} of {config.until_accuracy:g}, loss {step.loss:.3f}")
+                if accuracy >= config.until_accuracy:
+                    await trainer.export(folder, dtype="float32")
+                    return {"steps": step.index, "accuracy": accuracy, "loss": step.loss}
+    finally:
+        await trainer.close()
     raise RunAborted(f"warm_up.until_accuracy = {config.until_accuracy} was not reached in max_steps = {config.max_steps} "
                      f"(reached {accuracy:.3f}): raise max_steps, or ask for less")
-
-
-def _accuracy(net: Any, held_out: tuple[Any, Any], *, batch_size: int) -> float:
-    """Mean probability of the held-out completions, forwarded as many at once as the examples are: one forward set the child's peak."""
-    import torch
-
-    with torch.no_grad():
-        parts = zip(*(rows.split(batch_size) for rows in held_out), strict=True)
-        return float(torch.cat([completion_logprobs(net, part).sum(-1).exp() for part in parts]).mean())
-
-
-def _end_of_sequence(eos_tokens: int | list[int] | None, folder: Path) -> int:
-    """The token engines stop at, the first of several."""
-    if eos_tokens is None or eos_tokens == []:
-        raise ConfigError("model", value=str(folder), allowed="a generation_config.json with an eos_token_id",
-                          remedy="Set model.generation_config.eos_token_id before the model is saved.")
-    return eos_tokens if isinstance(eos_tokens, int) else eos_tokens[0]
-
-
-class _Examples:
-    """Turns (prompt, completion) texts into right-padded rows; the completion ends with the end-of-sequence token."""
-
-    def __init__(self, folder: Path, *, eos_token: int) -> None:
-        self._tokenizer = Tokenizer(folder)
-        self._eos_token = eos_token
-
-    def rows(self, pairs: Iterable[tuple[str, str]], *, field: str) -> tuple[Any, Any]:
-        """tokens [N, L] int64 and labels [N, L] int64, −1 where nothing is learned. Raises ConfigError when there is no pair."""
-        import torch
-
-        encoded = [(self._tokenizer.encode(prompt), self._tokenizer.encode_rest(completion)) for prompt, completion in pairs]
-        if not encoded:
-            raise ConfigError(field, value="no more pairs", allowed="endless examples, and at least one held-out pair",
-                              remedy="Start again at the end of the data (itertools.cycle).")
-        width = max(len(prompt) + len(completion) + 1 for prompt, completion in encoded)
-        tokens = torch.full((len(encoded), width), self._eos_token)
-        labels = torch.full((len(encoded), width), -1)
-        for row, (prompt, completion) in enumerate(encoded):
-            ids = torch.tensor([*prompt, *completion, self._eos_token])
-            tokens[row, :len(ids)] = ids
-            labels[row, len(prompt):len(ids)] = ids[len(prompt):]
-        return tokens, labels
-
-
-def completion_logprobs(model: Any, batch: tuple[Any, Any]) -> Any:
-    """[N, L − 1] float32 logprob of each label at temperature 1, 0 where the label is −1. Right padding, causal attention."""
-    tokens, labels = batch
-    targets = labels[:, 1:]
-    logprobs = model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (targets >= 0)

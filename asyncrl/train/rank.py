@@ -16,6 +16,7 @@ from asyncrl.records import TokenRecords
 from asyncrl.train import checkpoint
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
+from asyncrl.train.examples import PackedExamples
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
 from asyncrl.train.microbatch import build, layout
@@ -29,6 +30,7 @@ from asyncrl.train.rate_scale import RateScale
 from asyncrl.train.ready import make_ready
 from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
 from asyncrl.train.reference import Reference, load_reference
+from asyncrl.train.sft_step import supervised_step
 from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
 from asyncrl.weights.publisher import Publisher
@@ -60,8 +62,8 @@ class RankTrainer:
 
     def handlers(self) -> dict[str, Any]:
         """Operation by name, as `serve_calls` takes them."""
-        return {"step": self.step, "score": self.score, "publish": self.publish, "committed": self.committed, "adopt": self.adopt,
-                "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export}
+        return {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "committed": self.committed,
+                "adopt": self.adopt, "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export}
 
     def step(self, request: Request) -> Mapping[str, Any]:
         """Train on the batch in file `path`; rank 0 records it at `record`, where that is asked for."""
@@ -74,12 +76,16 @@ class RankTrainer:
         return {"metrics": outcome.metrics.to_wire(), "skipped": outcome.skipped, "nonfinite": outcome.nonfinite,
                 "trained_tokens": outcome.trained_tokens}
 
+    def fit(self, request: Request) -> Mapping[str, Any]:
+        """Train on a batch of examples, by cross-entropy."""
+        return supervised_step(self._trainee, PackedExamples(**request.arrays), version=request.body["version"])
+
     @torch.no_grad()
     def score(self, request: Request) -> Reply:
-        """[T] logprobs of whole sequences, 0 at the first token of each; the same on every rank."""
+        """[T] logprobs of whole sequences, 0 at the first token of each, or where a `loss_mask` is not set; the same on every rank."""
         tokens, cu_seqlens = request.arrays["tokens"], request.arrays["cu_seqlens"]
         temperatures = request.arrays["temperatures"]
-        targets = np.ones(len(tokens), np.bool_)
+        targets = np.array(request.arrays.get("loss_mask", np.ones(len(tokens), np.bool_)))
         targets[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = False
         alone = np.arange(len(temperatures))
         whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=alone,

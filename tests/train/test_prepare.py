@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.child import Child
 from asyncrl.errors import ConfigError, RunAborted
-from asyncrl.train.prepare import cache_key, completion_logprobs, prepare
+from asyncrl.train.prepare import cache_key, prepare
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction, NoWarmUp
 from tests.train.prepare_task import CHARACTERS
 
@@ -212,22 +212,3 @@ def test_the_cache_key_changes_with_the_files_of_a_model_folder(tmp_path):
     os.utime(weights, (1, 1))
     assert cache_key(model, warm_up()) != before
     assert cache_key(model, warm_up()) == cache_key(model, warm_up())
-
-
-class ConstantModel:
-    """Gives every token the same next-token logits."""
-
-    def __init__(self, logits: list[float]) -> None:
-        self._logits = torch.tensor(logits)
-
-    def __call__(self, input_ids):
-        self.logits = self._logits.expand(*input_ids.shape, -1)
-        return self
-
-
-def test_completion_logprobs_by_hand():
-    tokens = torch.tensor([[3, 0, 1], [3, 3, 2]])
-    labels = torch.tensor([[-1, 0, 1], [-1, -1, 2]])
-    logprobs = completion_logprobs(ConstantModel([2.0, 1.0, 0.0, -1.0]), (tokens, labels))
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, torch.tensor([[-0.4402, -1.4402], [0.0, -2.4402]]), atol=5e-5, rtol=0)

@@ -1,0 +1,219 @@
+"""Supervised training: cross-entropy on completions, by the policy, packing, optimizer, ranks and checkpoints of RL. Needs no torch.
+
+    examples ──▶ batch of step n, a function of seed and n ──▶ ranks: forward, −Σ logprob / learned tokens of the batch ──▶ one update
+
+A step is an update and makes a version; the learning rate, the batch and the order follow from its number alone, so a restored trainer goes
+on with the same bits as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.channel import Reply
+from asyncrl.errors import CheckpointError, ConfigError, RunAborted
+from asyncrl.model_folder import model_folder
+from asyncrl.paths import RunPaths, make_shared_folder
+from asyncrl.train import checkpoint_store
+from asyncrl.train.config import validated
+from asyncrl.train.examples import Example, ExampleReader, PackedExamples, Row, jsonl_rows
+from asyncrl.train.export_form import SHARD_BYTES, ExportDtype, ExportForm
+from asyncrl.train.history import Saving, restore_request
+from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
+from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.sft_config import refuse_settings_of_rl
+
+Data = Iterable[Row] | str | Path
+"""Rows as docs/sft.md has them, or the path of a JSONL file of such."""
+
+
+@dataclass(frozen=True, slots=True)
+class SFTStep:
+    """What one update did."""
+
+    index: int
+    """From 1."""
+    loss: float
+    """Mean of −logprob over the batch's learned tokens, in nats, before the update."""
+    tokens: int
+    """Learned tokens of the batch."""
+    grad_norm: float
+    """Before clipping; NaN or infinite where the gradient was, and nothing changed."""
+    learning_rate: float
+    skipped: str
+    """Why the weights did not change: `nonfinite`, `zero`, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """How well the held-out examples are known."""
+
+    loss: float
+    """Mean of −logprob over all their learned tokens."""
+    accuracy: float
+    """Mean over examples of the probability that sampling at temperature 1 writes all that is learned of one."""
+    tokens: int
+
+
+class SFTTrainer:
+    """Trains the model of a Hugging Face folder on examples; other settings are the fields of `TrainerConfig`.
+
+    Args:
+        model: the folder, or a Hugging Face id, which is fetched.
+        examples: a list, gone through `epochs` times, each time in another order; or an iterator, taken as it comes.
+        held_out: what `evaluate` measures on.
+        batch_size: examples of an update; the last one may have fewer.
+        epochs: passes over a list.
+        max_steps: updates at most; an iterator needs it.
+        seed: of the order.
+
+    Raises ConfigError before any process starts, with the number of a row that cannot be trained on.
+    """
+
+    def __init__(self, model: str | Path, examples: Data, *, held_out: Data = (), batch_size: int = 32, epochs: int = 1,
+                 max_steps: int | None = None, seed: int = 0, **settings: Any) -> None:
+        self.model = model_folder(model)
+        self.config = validated({"trainer": settings})
+        refuse_settings_of_rl(self.config.trainer)
+        reader = ExampleReader(self.model)
+        self._ahead = reader.read(_rows(examples, field="examples"), field="examples")
+        self._examples = list(self._ahead) if isinstance(examples, Sequence | Path) else None
+        self._held_out = list(reader.read(_rows(held_out, field="held_out"), field="held_out"))
+        self._batch_size, self._epochs, self._seed = batch_size, epochs, seed
+        self.total_steps = _total_steps(self._examples, batch_size=batch_size, epochs=epochs, max_steps=max_steps)
+        """Updates in all."""
+        self.version = 0
+        """Updates so far, skipped ones included."""
+        self._nonfinite_in_row = 0
+        self._ranks: RankGroup | None = None
+        self._paths: RunPaths | None = None
+
+    async def start(self, folder: str | Path, *, deterministic: bool = False) -> None:
+        """Bring the ranks up; logs go to `folder`. Raises ConfigError, ChildDied or TimeoutError, leaving no process."""
+        settings = self.config.trainer
+        self._paths = paths = RunPaths(root=Path(folder), shared=make_shared_folder())
+        if settings.processes:
+            paths.logs.mkdir(parents=True, exist_ok=True)
+        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=max(1, settings.processes),
+                          rendezvous=str(paths.shared / "rendezvous") if settings.processes else None, store=str(paths.weights),
+                          published_dtype="bfloat16", config=self.config, deterministic=deterministic)
+                 for rank in range(max(1, settings.processes))]
+        self._ranks = (await ChildRanks.start(specs, logs=paths.logs, start_timeout_s=settings.start_timeout_s)
+                       if settings.processes else InlineRank(specs[0]))
+
+    async def steps(self) -> AsyncIterator[SFTStep]:
+        """Every update that is left."""
+        while self.version < self.total_steps:
+            yield await self.step()
+
+    async def step(self) -> SFTStep:
+        """One update. Raises RunAborted when too many in a row had a gradient that is not finite, ChildDied when a rank died: what is saved
+        stays good for `restore`."""
+        batch = PackedExamples.of(self._batch(self.version))
+        reply = (await self._call("fit", {"version": self.version}, arrays=batch.arrays()))[0].body
+        self.version += 1
+        self._nonfinite_in_row = self._nonfinite_in_row + 1 if reply["skipped"] == "nonfinite" else 0
+        if self._nonfinite_in_row >= (limit := self.config.trainer.max_nonfinite_steps):
+            raise RunAborted(f"trainer.max_nonfinite_steps = {limit}: the gradient was NaN or infinite "
+                             "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
+        return SFTStep(index=self.version, **reply)
+
+    async def evaluate(self) -> HeldOut:
+        """Measure on all held-out examples, as many at once as a batch has. Raises ConfigError without any."""
+        if not self._held_out:
+            raise ConfigError("held_out", value="no examples", allowed="at least one example to measure on", remedy="Give held_out.")
+        sums: list[float] = []
+        tokens = 0
+        for start in range(0, len(self._held_out), self._batch_size):
+            share = self._held_out[start:start + self._batch_size]
+            packed = PackedExamples.of(share)
+            arrays = packed.arrays() | {"temperatures": np.ones(len(share), np.float32)}
+            logprobs = (await self._call("score", arrays=arrays))[0].arrays["logprobs"].astype(np.float64)
+            sums += [float(logprobs[first:end].sum()) for first, end in itertools.pairwise(packed.cu_seqlens.tolist())]
+            tokens += packed.num_loss_tokens
+        return HeldOut(loss=-math.fsum(sums) / tokens, accuracy=float(np.exp(sums).mean()), tokens=tokens)
+
+    async def save(self, path: str | Path) -> None:
+        """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
+        folder = Path(path)
+        try:
+            place = checkpoint_store.begin(folder)
+            begun = await self._call("save", {"folder": str(place)})
+            written = await self._call("saved", {"wait": True})
+            Saving(folder, version=self.version, updates=begun[0].body["updates"], run_epoch=0, state=b"").commit(
+                [reply.body for reply in written])
+        except OSError as error:
+            checkpoint_store.abandon(folder)
+            raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
+        except BaseException:
+            checkpoint_store.abandon(folder)
+            raise
+
+    async def restore(self, path: str | Path) -> None:
+        """Load a checkpoint folder, saved by any number of ranks, and go on with the batch after it. Raises CheckpointError."""
+        folder = Path(path)
+        manifest = checkpoint_store.verified(folder)
+        await self._call("restore", restore_request(folder, manifest))
+        if self._examples is None:
+            for _ in itertools.islice(self._ahead, (manifest.version - self.version) * self._batch_size):
+                """What the steps until then were trained on; an iterator cannot go back."""
+        self.version = manifest.version
+
+    async def export(self, path: str | Path, *, dtype: ExportDtype = "source", max_shard_bytes: int = SHARD_BYTES) -> None:
+        """Write a Hugging Face folder, which reinforcement learning starts from. Raises what `Trainer.export` does."""
+        form = ExportForm(dtype, max_shard_bytes)
+        await self._call("export", {"folder": str(path), "form": {"dtype": form.dtype, "max_shard_bytes": form.max_shard_bytes}})
+
+    async def close(self) -> None:
+        """End every rank. Safe to call twice, and before `start`."""
+        try:
+            if self._ranks is not None:
+                await self._ranks.close()
+        finally:
+            self._ranks = None
+            if self._paths is not None:
+                shutil.rmtree(self._paths.shared, ignore_errors=True)
+
+    async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
+        assert self._ranks is not None, "start() comes first"
+        return await self._ranks.call(op, body or {}, arrays=arrays or {}, timeout_s=self.config.trainer.step_timeout_s)
+
+    def _batch(self, step: int) -> list[Example]:
+        """Of step 0, 1, …: the next rows of the epochs' orders, one after another. Raises ConfigError where an iterator has ended."""
+        if self._examples is None:
+            batch = list(itertools.islice(self._ahead, self._batch_size))
+            if not batch:
+                raise ConfigError("examples", value="no more examples", allowed=f"enough for {self.total_steps} steps",
+                                  remedy="Start again at the end of the data (itertools.cycle), or give a list and epochs.")
+            return batch
+        rows = len(self._examples)
+        places = range(step * self._batch_size, min((step + 1) * self._batch_size, self._epochs * rows))
+        orders = {epoch: np.random.default_rng([self._seed, epoch]).permutation(rows) for epoch in {place // rows for place in places}}
+        return [self._examples[orders[place // rows][place % rows]] for place in places]
+
+
+def _rows(data: Data, *, field: str) -> Iterable[Row]:
+    return jsonl_rows(Path(data), field=field) if isinstance(data, str | Path) else data
+
+
+def _total_steps(examples: list[Example] | None, *, batch_size: int, epochs: int, max_steps: int | None) -> int:
+    for name, value in (("batch_size", batch_size), ("epochs", epochs), ("max_steps", 1 if max_steps is None else max_steps)):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(name, value=value, allowed="an integer of at least 1", remedy="Change it.")
+    if examples is None:
+        if max_steps is None:
+            raise ConfigError("max_steps", value=None, allowed="a number, for examples of an iterator", remedy="Set it, or give a list.")
+        return max_steps
+    if not examples:
+        raise ConfigError("examples", value="no examples", allowed="at least one", remedy="Check the data.")
+    steps = math.ceil(epochs * len(examples) / batch_size)
+    return steps if max_steps is None else min(steps, max_steps)
