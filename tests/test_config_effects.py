@@ -144,8 +144,8 @@ FLIPS: dict[str, Flip] = {
     **{f"trainer.schedule.{kind}.{name}": flip(value, see.trained) for kind in ("linear", "cosine")
        for name, value in {"warm_up_steps": 2, "total_steps": 5, "final_frac": 0.5}.items()},
     **{f"trainer.{name}": flip(value, see.trained) for name, value in {
-        "betas": [0.5, 0.6], "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e-3, "microbatch_tokens": 16, "minibatches_per_step": 2,
-        "epochs": 3, "dtype": "bfloat16"}.items()},
+        "betas": [0.5, 0.6], "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e-3, "microbatch_tokens": 16, "logits_chunk": 16,
+        "minibatches_per_step": 2, "epochs": 3, "dtype": "bfloat16"}.items()},
     **{f"trainer.{name}": flip(value, see_parallel.sharded) for name, value in {
         "attention": "sdpa", "activation_checkpointing": "full", "compile": True, "tensor_parallel": 2, "context_parallel": 2,
         "sharding.prefetch_layers": 0, "sharding.reshard_after_forward": False, "sharding.reduce_dtype": "bfloat16"}.items()},

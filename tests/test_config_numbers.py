@@ -86,7 +86,7 @@ ACCEPTED: dict[str, set[str]] = {
               "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
-                     "microbatch_tokens", "record_batches_every_steps",
+                     "microbatch_tokens", "logits_chunk", "record_batches_every_steps",
                      "schedule.constant.warm_up_steps", "schedule.linear.total_steps", "schedule.cosine.total_steps"),
               *under("warm_up.cross_entropy", "batch_size", "check_every_steps", "max_steps", "ramp_steps"),
               *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.min_rollouts", "curriculum.pass_rate.recheck_after_prompts",

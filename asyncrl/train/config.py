@@ -31,6 +31,9 @@ class TrainerConfig(OptimizerSettings, ParallelConfig):
     """What the learning rate is multiplied by, beside the schedule."""
     microbatch_tokens: int = Field(default=4096, ge=1)
     """Most tokens of one forward; a longer sequence has one of its own."""
+    logits_chunk: int = Field(default=1 << 23, ge=1)
+    """Logits that are alive at a time, over all predictions and the vocabulary; a single prediction is never cut. The default takes 64 MiB
+    in float32, 4194304 half of that at the same speed to a few percent, less than that slows the matrix products down."""
     minibatches_per_step: int = Field(default=1, ge=1)
     """Updates an epoch; divides `buffer.groups_per_step`. Each takes whole groups; where some have nothing to train on, shares of the
     others differ by one group at most."""

@@ -21,8 +21,8 @@ from torch.nn.functional import linear
 
 from asyncrl.train.kept_rows import KeptRows
 
-CHUNK_LOGITS = 1 << 24
-"""Logits of a chunk: 64 MiB in float32, twice that alive, under a soft cap three times; large enough that the matrix products run at full
+CHUNK_LOGITS = 1 << 23
+"""Logits of a chunk: 32 MiB in float32, twice that alive, under a soft cap three times; large enough that the matrix products run at full
 speed."""
 
 _IMPOSSIBLE = -200.0
@@ -107,31 +107,37 @@ class _Chunk:
 
 
 def _chunks(hidden: Tensor, head: Head, predictions: Predictions) -> Iterator[_Chunk]:
+    """One at a time, if whoever takes them lets each go before the next."""
     for start in range(0, len(hidden), head.chunk_rows):
-        rows = slice(start, min(start + head.chunk_rows, len(hidden)))
-        targets, temperatures = predictions.targets[rows], predictions.temperatures[rows]
-        logits = linear(hidden[rows], head.weight, head.bias).float()
-        slope = None
-        if head.softcap is not None:
-            logits.div_(head.softcap).tanh_()
-            slope = logits.square().neg_().add_(1.0)
-            logits.mul_(head.softcap)
-        shifted = logits.div_(temperatures[:, None])
-        if predictions.kept is not None:
-            predictions.kept.mask_(shifted, rows)
-        shifted.sub_(shifted.amax(dim=-1, keepdim=True))
-        exp = shifted.exp()
-        total = exp.sum(dim=-1)
-        log_sum = total.log()
-        logprobs = shifted.gather(1, targets[:, None])[:, 0] - log_sum
-        entropy = log_sum - torch.linalg.vecdot(exp, shifted.clamp_(min=_IMPOSSIBLE)).div_(total)
-        yield _Chunk(rows, shifted, exp, log_sum, logprobs, entropy, slope)
+        yield _chunk(hidden, head, predictions, slice(start, min(start + head.chunk_rows, len(hidden))))
+
+
+def _chunk(hidden: Tensor, head: Head, predictions: Predictions, rows: slice) -> _Chunk:
+    targets, temperatures = predictions.targets[rows], predictions.temperatures[rows]
+    logits = linear(hidden[rows], head.weight, head.bias).float()
+    slope = None
+    if head.softcap is not None:
+        logits.div_(head.softcap).tanh_()
+        slope = logits.square().neg_().add_(1.0)
+        logits.mul_(head.softcap)
+    shifted = logits.div_(temperatures[:, None])
+    if predictions.kept is not None:
+        predictions.kept.mask_(shifted, rows)
+    shifted.sub_(shifted.amax(dim=-1, keepdim=True))
+    exp = shifted.exp()
+    total = exp.sum(dim=-1)
+    log_sum = total.log()
+    logprobs = shifted.gather(1, targets[:, None])[:, 0] - log_sum
+    # by bmm: vecdot would hold all products at once
+    mean = torch.bmm(exp[:, None], shifted.clamp_(min=_IMPOSSIBLE)[:, :, None])[:, 0, 0].div_(total)
+    return _Chunk(rows, shifted, exp, log_sum, logprobs, log_sum - mean, slope)
 
 
 def _scores(hidden: Tensor, head: Head, predictions: Predictions) -> tuple[Tensor, Tensor]:
     logprobs, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
     for chunk in _chunks(hidden, head, predictions):
         logprobs[chunk.rows], entropy[chunk.rows] = chunk.logprobs, chunk.entropy
+        del chunk
     return logprobs, entropy
 
 
@@ -191,6 +197,7 @@ class _Scores(torch.autograd.Function):
         for chunk in _chunks(hidden, head, context.predictions):
             gradients.add(chunk, predictions=context.predictions, by_logprob=by_logprob[chunk.rows],
                           by_entropy=None if by_entropy is None else by_entropy[chunk.rows])
+            del chunk
         return gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
@@ -210,6 +217,7 @@ class _Objective(torch.autograd.Function):
             total += share.detach()
             by_logprob = torch.zeros_like(chunk.logprobs) if by_logprob is None else by_logprob
             gradients.add(chunk, predictions=predictions, by_logprob=by_logprob, by_entropy=by_entropy)
+            del chunk
         context.gradients = gradients
         context.mark_non_differentiable(logprobs, entropy)
         return total, logprobs, entropy

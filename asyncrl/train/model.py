@@ -102,14 +102,14 @@ def _head_transform(config: PretrainedConfig) -> tuple[float | None, float]:
     return getattr(config, "final_logit_softcapping", None), float(scale)
 
 
-def load_policy(source: Path) -> Policy:
+def load_policy(source: Path, *, chunk_logits: int = CHUNK_LOGITS) -> Policy:
     """The float32 model of a Hugging Face folder, without dropout. Raises ConfigError for a model this forward does not fit."""
     lm = load_causal_lm(source, dtype=torch.float32)
     attention = register()
     lm.set_attn_implementation(attention)
     if lm.config._attn_implementation != attention or lm.base_model is lm:
         raise _refused(f"{type(lm).__name__} (its attention or its body cannot be called from outside)")
-    policy = Policy(lm)
+    policy = Policy(lm, chunk_logits=chunk_logits)
     _check_parity(policy)
     return policy
 

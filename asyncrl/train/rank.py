@@ -46,7 +46,7 @@ class RankTrainer:
         torch.use_deterministic_algorithms(spec.deterministic or self._was_deterministic)
         torch.set_num_threads(spec.config.trainer.threads)
         self._spec = spec
-        policy = load_policy(Path(spec.model))
+        policy = load_policy(Path(spec.model), chunk_logits=spec.config.trainer.logits_chunk)
         freeze(policy.lm, spec.config.trainer.frozen)
         self._ranks = connect(rank=spec.rank, world_size=spec.world_size, rendezvous=Path(spec.rendezvous) if spec.rendezvous else None,
                               timeout_s=spec.config.trainer.step_timeout_s)

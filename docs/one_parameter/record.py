@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -189,15 +189,16 @@ def watching(recording: Recording) -> Iterator[None]:
     """While it lasts, the trainer's parts tell `recording` what they are given and what they give."""
 
     class WatchedOptimizer(Optimizer):
-        def __init__(self, parameters: Mapping[str, torch.nn.Parameter], **others: Any) -> None:
-            super().__init__(parameters, **others)
-            self._watched = parameters[TENSOR]
+        def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], **others: Any) -> None:
+            named = list(parameters)
+            super().__init__(named, **others)
+            self._watched = dict(named)[TENSOR]
             recording.shards.append(self._watched)
 
-        def update(self, *, version: int) -> Update:
+        def update(self, *, version: int, scale: float = 1.0) -> Update:
             gradient = local(self._watched.grad)  # clipping scales it in place
             raw, before = gradient.clone(), self._state()
-            update = super().update(version=version)
+            update = super().update(version=version, scale=scale)
             master, first, second = zip(before, self._state(), strict=True)
             recording.updates.append(UpdateSeen(
                 update, learning_rate=self._config.learning_rate_at(version), number=self.updates, gradient=raw,
@@ -209,9 +210,9 @@ def watching(recording: Recording) -> Iterator[None]:
             watched = (self._watched, moments[f"exp_avg/{TENSOR}"], moments[f"exp_avg_sq/{TENSOR}"])
             return tuple(local(tensor).detach().clone() for tensor in watched)
 
-    def load_policy(source: Path) -> Policy:
+    def load_policy(source: Path, **settings: int) -> Policy:
         with recording.loading:
-            return real_load(source)
+            return real_load(source, **settings)
 
     def train_step(trainee: step.Trainee, batch: PackedBatch) -> step.StepOutcome:
         recording.batches.append(batch)

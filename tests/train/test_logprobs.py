@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -41,6 +42,23 @@ class LargestTensor(TorchDispatchMode):
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+class AliveAtOnce(TorchDispatchMode):
+    """Counts the storages of at least `elements` elements that are alive after an operation, at most."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self._tensors: dict[int, list[weakref.ref[Tensor]]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.numel() >= self.elements:
+                self._tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append(weakref.ref(tensor))
+        self.most = max(self.most, sum(any(tensor() is not None for tensor in tensors) for tensors in self._tensors.values()))
         return result
 
 
@@ -97,6 +115,14 @@ def test_a_chunk_bounds_the_largest_tensor(way) -> None:
     with LargestTensor() as largest:
         way(case, 10 * V)
     assert largest.elements == 10 * V
+
+
+@pytest.mark.parametrize("way", [Case.recomputed, Case.in_the_forward])
+def test_two_tensors_of_a_chunk_are_alive_at_most(way) -> None:
+    case = Case(bias=False)
+    with AliveAtOnce(10 * V) as alive:
+        way(case, 10 * V)
+    assert alive.most == 2
 
 
 def test_both_ways_and_a_pass_without_gradient_give_the_same_bits() -> None:
