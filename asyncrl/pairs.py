@@ -131,11 +131,11 @@ def _fixed_lag_drains(buffer: BufferConfig, weights: WeightsConfig) -> None:
 
 
 def _a_group_has_a_baseline(buffer: BufferConfig, training: TrainConfig) -> None:
-    if buffer.group_size == 1 and training.advantages.kind != "reinforce_plus_plus":
+    if buffer.group_size == 1 and training.advantages.kind not in ("reinforce_plus_plus", "gae"):
         raise ConfigError("buffer.group_size, advantages.kind", value=(1, training.advantages.kind),
                           allowed=f"at least 2 rollouts a group with {training.advantages.kind}, which compares them",
                           remedy="A rollout alone has advantage 0 and nothing is learnt; raise group_size, or take "
-                                 "reinforce_plus_plus, which compares with the whole batch.")
+                                 "reinforce_plus_plus, which compares with the whole batch, or gae, with a critic.")
 
 
 def _minibatches_are_equal(buffer: BufferConfig, training: TrainConfig) -> None:

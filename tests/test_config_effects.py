@@ -62,7 +62,7 @@ DATA_PLACES = tuple(f"prompts.{place}{kind}" for place in ("", "mixture.sources.
 SECTIONS |= {f"{place}.{kind}": section for place in DATA_PLACES for kind, section in {
     "shuffle.buffer": {"kind": "buffer", "rows": 3}, "shuffle.full": {"kind": "full"}, "shuffle.none": {"kind": "none"},
     "curriculum.none": {"kind": "none"}, "curriculum.pass_rate": {"kind": "pass_rate", "min_rollouts": 2}}.items()}
-SHAPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+SHAPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Advantages of rewards that may be less for long rollouts."""
 SECTIONS |= {f"advantages.{kind}": {"kind": kind} for kind in SHAPED} | {
     f"advantages.{kind}.overlong.soft": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4} for kind in SHAPED}
@@ -134,6 +134,11 @@ FLIPS: dict[str, Flip] = {
     "buffer.max_empty_fills": flip(1, see.buffer_story),
     "advantages.kind": flip("rloo", see.trained), "advantages.grpo.unbiased_std": flip(False, see.trained),
     "advantages.reinforce_plus_plus.gamma": flip(0.5, see.trained),
+    **{f"advantages.gae.{name}": flip(value, see.trained) for name, value in {
+        "gamma": 0.5, "lam": 0.5, "whiten": False, "critic.learning_rate": 1e-2, "critic.max_grad_norm": 1e-3, "critic.epochs": 2,
+        "critic.warm_up_steps": 2}.items()},
+    "advantages.gae.critic.value_clip": flip(0.001, see.trained, advantages={
+        "kind": "gae", "critic": {"learning_rate": 1e-2, "epochs": 2}}),
     **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained, sampling__max_new_tokens=9) for kind in SHAPED for name, value in {
         "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
         "soft.weight": 0.5}.items()},

@@ -69,7 +69,7 @@ ACCEPTED: dict[str, set[str]] = {
              *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
              *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "sharding.prefetch_layers",
                     "schedule.linear.final_frac", "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
-             *under("eval.sets.sets", "success_reward", "sampling.min_p"),
+             *under("eval.sets.sets", "success_reward", "sampling.min_p"), *under("advantages.gae", "lam", "critic.warm_up_steps"),
              *under("sampling", "frequency_penalty", "min_new_tokens", "min_p", "presence_penalty"),
              *of_data("curriculum.pass_rate.hopeless_below", "curriculum.pass_rate.success_reward")},
     # a reward may be anything
@@ -83,6 +83,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
               *(f"advantages.{kind}.overlong.soft.weight" for kind in SHAPED),
+              *under("advantages.gae.critic", "epochs", "max_grad_norm", "value_clip", "warm_up_steps"),
               "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
@@ -93,7 +94,8 @@ ACCEPTED: dict[str, set[str]] = {
                        "curriculum.pass_rate.success_reward"),
               *of_sources("weight"), *of_sources_and_sets("env.memory_bytes", "sampling.temperature")},
     # left out, something else decides
-    "null": {*under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
+    "null": {"advantages.gae.critic.value_clip",
+             *under("buffer", "max_bytes", "min_valid_rollouts", "window"), "env.memory_bytes", "sampling.top_k",
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
              *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "top_p", "top_k", "min_p"),
              *under("trainer", "checkpoint_every_steps", "record_batches_every_steps"),

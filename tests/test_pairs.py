@@ -57,7 +57,7 @@ REFUSED: list[tuple[list[str], str]] = [
      "run.deterministic, prompts.curriculum"),
     (["loss.kind=ppo"], "loss.kind, correction.kind"), (["loss.max_tokens=4"], "loss.aggregation, loss.max_tokens")]
 ACCEPTED: list[list[str]] = [
-    ["buffer.group_size=1", "advantages=reinforce_plus_plus"],
+    ["buffer.group_size=1", "advantages=reinforce_plus_plus"], ["buffer.group_size=1", "advantages=gae"],
     ["sampling.max_new_tokens=6", "advantages.overlong={kind: soft, max_tokens: 8, cache_tokens: 3}"],
     ["run.deterministic=true", "engine.kind=inline", "buffer.max_staleness=0"],
     ["run.deterministic=true", "engine.kind=inline", LAG, "weights.interruption=drain"],

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.correction import advantages as groups
 from asyncrl.correction.overlong import overlong_penalty
-from asyncrl.correction.token_advantages import at_the_end, reinforce_plus_plus
+from asyncrl.correction.token_advantages import at_the_end, gae, reinforce_plus_plus
+from asyncrl.correction.whitening import whiten
 from asyncrl.metrics import Metrics
-from asyncrl.train.advantages_config import GRPO, OPO, RLOO, AdvantagesConfig, DrGRPO, MaxRL, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from asyncrl.train.advantages_config import (
+    GAE,
+    GRPO,
+    OPO,
+    RLOO,
+    AdvantagesConfig,
+    DrGRPO,
+    MaxRL,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+)
 from asyncrl.train.batch import PackedBatch
 from asyncrl.types import NOT_SAMPLED
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Earned:
+    """What a batch earned, token by token, the same on every rank: each maps the whole batch."""
+
+    advantages: NDArray[np.float32]
+    """[T]; what stands outside the loss mask means nothing."""
+    returns: NDArray[np.float32] | None = None
+    """[T] what a critic should have said; None without one."""
+
+
+def is_warm_up(config: AdvantagesConfig, *, version: int) -> bool:
+    """Whether the step from this version trains the critic alone."""
+    return isinstance(config, GAE) and version < config.critic.warm_up_steps
+
+
+def earn(config: AdvantagesConfig, batch: PackedBatch, *, values: NDArray[np.float32] | None = None,
+         penalties: NDArray[np.float64] | None = None) -> Earned:
+    """Advantages by the configured estimator, of `values` [T] where it has a critic; `penalties` [T] as `token_advantages`."""
+    if not isinstance(config, GAE):
+        return Earned(token_advantages(config, batch, penalties=penalties))
+    assert values is not None, "gae has a critic"
+    found = gae(token_rewards(config, batch, penalties=penalties), values=values, loss_mask=batch.loss_mask, cu_seqlens=batch.cu_seqlens,
+                gamma=config.gamma, lam=config.lam)
+    advantages = whiten(found.advantages, counts=batch.loss_mask) if config.whiten else found.advantages
+    return Earned(advantages.astype(np.float32), returns=found.returns.astype(np.float32))
+
+
 def token_advantages(config: AdvantagesConfig, batch: PackedBatch, *, penalties: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """[T] advantages, the same on every rank: each maps the whole batch. What stands outside the loss mask means nothing.
+    """[T] advantages that rewards alone make.
 
     With several sequences a rollout, each of them has the rollout's advantage, or its reward at the end. `penalties` [T] are added to the
     rewards of tokens where there are such; elsewhere their sum over a rollout is added to its reward.

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
 from asyncrl.settings import TAGGED, Section
+from asyncrl.train.critic_config import CriticConfig
 
 
 class NoOverlong(Section):
@@ -90,4 +91,19 @@ class ReinforcePlusPlusBaseline(_Shaped):
     kind: Literal["reinforce_plus_plus_baseline"]
 
 
-AdvantagesConfig = Annotated[GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlus | ReinforcePlusPlusBaseline, TAGGED]
+class GAE(_Shaped):
+    """What came against what a critic expected, over the sampled tokens of a sequence: PPO. `buffer.group_size` may be 1, and groups of
+    equal rewards teach, if kept. 1506.02438."""
+
+    kind: Literal["gae"]
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount a sampled token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """1: returns minus values; 0: the one-step error. 0.95 in TRL, 1 in verl."""
+    whiten: bool = True
+    """To mean 0 and variance 1 over all loss tokens of the batch, as in TRL and verl; the critic's returns are not."""
+    critic: CriticConfig = CriticConfig()
+    """What the values come from."""
+
+
+AdvantagesConfig = Annotated[GRPO | DrGRPO | RLOO | MaxRL | OPO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | GAE, TAGGED]

@@ -123,7 +123,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _groups_that_are_left_alone_have_no_advantage(self) -> TrainConfig:
-        without_groups = self.advantages.kind == "reinforce_plus_plus"
+        without_groups = self.advantages.kind in ("reinforce_plus_plus", "gae")
         if isinstance(self.reference, InLoss) and self.reference.equal_rewards == "leave" and without_groups:
             raise ConfigError("reference.equal_rewards, advantages.kind", value=("leave", self.advantages.kind),
                               allowed=f"pull with {self.advantages.kind}, whose groups of equal rewards have advantages",

@@ -52,18 +52,16 @@ class ForwardInputs:
                    places=put(microbatch.places), cu_targets=put(microbatch.cu_targets), kept=KeptRows.of(microbatch.kept, device))
 
 
-class Policy(nn.Module):
-    """Forward of one micro-batch: logprobs [P] of the targets, entropy [P] in nats, and the value of an objective of both."""
+class Body(nn.Module):
+    """A transformer that reads micro-batches; what is made of its hidden states is another's."""
 
-    def __init__(self, lm: PreTrainedModel, *, chunk_logits: int = CHUNK_LOGITS) -> None:
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
-        self._chunk_logits = chunk_logits
         self._max_tokens = _rope_limit(lm.config.get_text_config())
-        self._softcap, self._logit_scale = _head_transform(lm.config.get_text_config())
 
-    def forward(self, inputs: ForwardInputs, objective: Objective | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Under the current weights; only predicting rows reach the head. With an objective it alone has a gradient, else the others have.
+    def predicting(self, inputs: ForwardInputs) -> Tensor:
+        """[P, D] hidden states of the rows that predict.
 
         Raises ConfigError for a sequence whose length would change the rotary embedding of the others.
         """
@@ -71,8 +69,24 @@ class Policy(nn.Module):
             raise ConfigError("model", value=f"a rotary embedding that changes beyond {self._max_tokens} tokens",
                               allowed=f"one that does not depend on the longest sequence of a micro-batch, here {inputs.segments.longest}",
                               remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
-        hidden = self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
-                                    segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
+        return self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
+                                  segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
+
+
+class Policy(Body):
+    """Forward of one micro-batch: logprobs [P] of the targets, entropy [P] in nats, and the value of an objective of both."""
+
+    def __init__(self, lm: PreTrainedModel, *, chunk_logits: int = CHUNK_LOGITS) -> None:
+        super().__init__(lm)
+        self._chunk_logits = chunk_logits
+        self._softcap, self._logit_scale = _head_transform(lm.config.get_text_config())
+
+    def forward(self, inputs: ForwardInputs, objective: Objective | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Under the current weights; only predicting rows reach the head. With an objective it alone has a gradient, else the others have.
+
+        Raises ConfigError as `predicting`.
+        """
+        hidden = self.predicting(inputs)
         head = Head.of(self.lm.get_output_embeddings(), chunk_logits=self._chunk_logits, softcap=self._softcap)
         predictions = Predictions(inputs.targets, inputs.temperatures / self._logit_scale, inputs.kept)
         if objective is None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.train.layers import layers_of
-from asyncrl.train.model import Policy
+from asyncrl.train.model import Body
 from asyncrl.train.parallel_config import ShardingConfig
 
 
@@ -62,7 +62,7 @@ def connect(*, rank: int, world_size: int, rendezvous: Path | None, timeout_s: f
     return Ranks(rank=rank, world_size=world_size, device=device, mesh=init_device_mesh(device.type, (world_size,)))
 
 
-def shard(policy: Policy, ranks: Ranks, *, compute_dtype: torch.dtype, settings: ShardingConfig) -> None:
+def shard(policy: Body, ranks: Ranks, *, compute_dtype: torch.dtype, settings: ShardingConfig) -> None:
     """Move the model to the rank's device; among others, shard every transformer layer, then the rest, in place.
 
     Master weights and the sums of their gradients stay float32, whatever computes and whatever travels. Parameters without gradient are

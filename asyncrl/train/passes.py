@@ -22,17 +22,20 @@ class Scores:
     """Under the weights at the start of the step."""
     ref_logprobs: Tensor | None
     """Under those of the initial model."""
+    values: Tensor | None
+    """Of the critic, before the step: what it expects of the tokens from here on."""
 
     @property
     def is_finite(self) -> bool:
         """Whether no number is NaN or infinite: a step on such ones would train on nonsense."""
-        return all(bool(torch.isfinite(score).all()) for score in (self.proximal_logprobs, self.ref_logprobs) if score is not None)
+        scores = (self.proximal_logprobs, self.ref_logprobs, self.values)
+        return all(bool(torch.isfinite(each).all()) for each in scores if each is not None)
 
 
 def score(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Scores:
     """All that this configuration needs; the same on every rank."""
     return Scores(proximal_logprobs=proximal_logprobs(trainee, minibatches) if trainee.config.has_proximal_pass else None,
-                  ref_logprobs=reference_logprobs(trainee, minibatches))
+                  ref_logprobs=reference_logprobs(trainee, minibatches), values=critic_values(trainee, minibatches))
 
 
 def proximal_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor:
@@ -47,6 +50,11 @@ def reference_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Te
         return None
     with reference.untrained(reference.policy):
         return _of_every_token(trainee, minibatches, lambda inputs: reference.policy(inputs)[0])
+
+
+def critic_values(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor | None:
+    """[T] of the critic; None without one."""
+    return None if trainee.critic is None else _of_every_token(trainee, minibatches, trainee.critic.model)
 
 
 @torch.no_grad()

@@ -14,8 +14,10 @@ import torch
 from asyncrl.channel import Channel, Reply, Request, serve_calls
 from asyncrl.records import TokenRecords
 from asyncrl.train import checkpoint
+from asyncrl.train.advantages_config import GAE
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
+from asyncrl.train.critic import TrainedCritic, load_critic
 from asyncrl.train.examples import PackedExamples
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
@@ -55,7 +57,7 @@ class RankTrainer:
         optimizer = Optimizer(policy.lm.named_parameters(remove_duplicate=False), config=spec.config.trainer, ranks=self._ranks)
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
         self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
-                                reference=self._load_reference())
+                                reference=self._load_reference(), critic=self._load_critic())
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -129,6 +131,8 @@ class RankTrainer:
         """Load weights and optimizer from the checkpoint in `folder`, whatever number of ranks wrote it."""
         checkpoint.load(self._tensors(), Path(request.body["folder"]))
         self._trainee.optimizer.updates = request.body["updates"]
+        if self._trainee.critic is not None:
+            self._trainee.critic.loaded()
         self._publisher = self._new_publisher()
 
     def export(self, request: Request) -> None:
@@ -147,6 +151,12 @@ class RankTrainer:
             return None
         return load_reference(Path(self._spec.model), self._ranks, settings=self._spec.config.trainer)
 
+    def _load_critic(self) -> TrainedCritic | None:
+        advantages, trainer = self._spec.config.advantages, self._spec.config.trainer
+        if not isinstance(advantages, GAE):
+            return None
+        return load_critic(Path(self._spec.model), self._ranks, settings=advantages.critic, trainer=trainer)
+
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
                          store=StoreTransport(Path(self._spec.store)))
@@ -156,7 +166,8 @@ class RankTrainer:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         model = {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()}
-        return model | self._trainee.optimizer.moments() | self._trainee.rate_scale.tensors()
+        critic = {} if self._trainee.critic is None else self._trainee.critic.tensors()
+        return model | self._trainee.optimizer.moments() | self._trainee.rate_scale.tensors() | critic
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:

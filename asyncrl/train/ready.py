@@ -10,11 +10,11 @@ from asyncrl.train import attention_choice
 from asyncrl.train.attention_choice import Choice
 from asyncrl.train.config import TrainerConfig
 from asyncrl.train.layers import checkpoint_activations, compile_layers, layers_of
-from asyncrl.train.model import Policy
+from asyncrl.train.model import Body
 from asyncrl.train.parallel import Ranks, shard
 
 
-def make_ready(policy: Policy, ranks: Ranks, settings: TrainerConfig) -> Choice:
+def make_ready(policy: Body, ranks: Ranks, settings: TrainerConfig) -> Choice:
     """Attention, what is computed again, what is compiled, and shards last, whose hooks lie outside of all that; every rank calls it.
 
     Raises ConfigError for what this machine has not.

@@ -1,7 +1,7 @@
 """One step: from a batch to at least one update of the weights.
 
-    score(): logprobs [T] under proximal and reference weights ──▶ advantages [T] ──▶ correct(), once, frozen
-        ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update
+    score(): logprobs under proximal and reference weights, values [T] ──▶ advantages, returns [T] ──▶ updates of the critic
+        ──▶ correct(), once, frozen ──▶ per minibatch: per micro-batch: loss, backward ──▶ one update of the policy
 
 `passes` says what is scored and `TrainConfig` where that is left out. Every rank maps the whole batch, so denominators and advantages
 need no communication; the [T] numbers that do are summed once, each token being computed by one rank.
@@ -24,9 +24,10 @@ from asyncrl.correction.diagnostics import diagnose_update
 from asyncrl.correction.weights import correct
 from asyncrl.errors import ShapeError
 from asyncrl.metrics import Metrics
-from asyncrl.train.advantages import shaping_metrics, token_advantages
+from asyncrl.train.advantages import Earned, earn, is_warm_up, shaping_metrics
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
+from asyncrl.train.critic_update import Learnt, Targets, train_critic
 from asyncrl.train.minibatch import Minibatch, minibatches_of, packing_metrics
 from asyncrl.train.optim import Update
 from asyncrl.train.passes import Scores, score
@@ -41,7 +42,7 @@ class StepOutcome:
 
     metrics: Metrics
     skipped: bool
-    """No update was applied."""
+    """No update was applied, of the policy or, while it warms up alone, of its critic."""
     nonfinite: bool
     """A gradient or logprob was NaN or infinite; the updates it belonged to were not applied."""
     trained_tokens: int
@@ -80,27 +81,47 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
     lost = penalties(trainee.config.reference, proximal_logprobs=scores.proximal_logprobs, ref_logprobs=scores.ref_logprobs,
                      loss_mask=batch.loss_mask)
-    advantages = token_advantages(trainee.config.advantages, batch, penalties=lost)
-    tokens = dataclasses.replace(tokens, advantages=torch.from_numpy(advantages).to(trainee.ranks.device))
-    frozen = _freeze(trainee.config, batch, tokens=tokens, scores=scores)
+    values = None if scores.values is None else scores.values.cpu().numpy()
+    earned = earn(trainee.config.advantages, batch, values=values, penalties=lost)
+    learnt = _train_critic(trainee, minibatches, scores=scores, earned=earned, tokens=tokens)
+    if is_warm_up(trainee.config.advantages, version=batch.version):
+        outcome = StepOutcome(metrics=Metrics(), skipped=learnt.applied == 0, nonfinite=False, trained_tokens=0)
+    else:
+        tokens = dataclasses.replace(tokens, advantages=torch.from_numpy(earned.advantages).to(trainee.ranks.device))
+        frozen = _freeze(trainee.config, batch, tokens=tokens, scores=scores)
+        outcome = _train_policy(trainee, minibatches, frozen=frozen, scores=scores)
+    metrics = outcome.metrics
+    for more in (learnt.metrics, shaping_metrics(trainee.config.advantages, batch, penalties=lost), packing_metrics(minibatches)):
+        metrics.merge(more)
+    metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
+    metrics.last("train/step_s/last", time.perf_counter() - began_s)
+    return dataclasses.replace(outcome, nonfinite=outcome.nonfinite or learnt.nonfinite)
+
+
+def _train_critic(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, scores: Scores, earned: Earned,
+                  tokens: CorrectionBatch) -> Learnt:
+    """The critic's updates, none without one. The policy's do not wait for them: advantages are of the values before."""
+    if trainee.critic is None or scores.values is None or earned.returns is None:
+        return Learnt(Metrics(), applied=0, nonfinite=False)
+    targets = Targets(scores.values, torch.from_numpy(earned.returns).to(trainee.ranks.device), tokens.loss_mask)
+    return train_critic(trainee.critic, minibatches, targets=targets, ranks=trainee.ranks, version=tokens.version)
+
+
+def _train_policy(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen, scores: Scores) -> StepOutcome:
     if frozen.corrected is not None:
-        minibatches = tuple(minibatch.counting(frozen.corrected, tokens=tokens) for minibatch in minibatches)
+        minibatches = tuple(minibatch.counting(frozen.corrected, tokens=frozen.tokens) for minibatch in minibatches)
     traces = _updates(trainee, minibatches, frozen=frozen)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
     metrics = Metrics()
     if not nonfinite:
         frozen = _completed(frozen, traces, config=trainee.config)
-        metrics.merge(shaping_metrics(trainee.config.advantages, batch, penalties=lost))
         _record(metrics, traces, frozen=frozen, config=trainee.config)
     if not nonfinite and scores.ref_logprobs is not None:
-        metrics.merge(_distance(traces, scores, loss_mask=tokens.loss_mask))
+        metrics.merge(_distance(traces, scores, loss_mask=frozen.tokens.loss_mask))
     metrics.sum("train/updates/sum", len(applied))
     metrics.sum("train/updates_zero/sum", sum(update.skipped == "zero" for update in traces.updates))
-    metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
     metrics.merge(trainee.rate_scale.metrics())
-    metrics.merge(packing_metrics(minibatches))
-    metrics.last("train/step_s/last", time.perf_counter() - began_s)
     return StepOutcome(metrics=metrics, skipped=not applied, nonfinite=nonfinite,
                        trained_tokens=_trained_tokens(minibatches, traces.updates, corrected=frozen.corrected),
                        tokens=frozen.tokens if _has_proximal(trainee.config) and not nonfinite else None)

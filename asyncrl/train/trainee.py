@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.train.config import TrainConfig
+from asyncrl.train.critic import TrainedCritic
 from asyncrl.train.model import Policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.parallel import Ranks
@@ -23,3 +24,5 @@ class Trainee:
     config: TrainConfig
     reference: Reference | None = None
     """None where nothing is held to it."""
+    critic: TrainedCritic | None = None
+    """None where advantages need no values."""

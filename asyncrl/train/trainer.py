@@ -54,7 +54,8 @@ class StepResult:
     """Policy version after the step: batches consumed, skipped ones included."""
     metrics: Metrics
     skipped: bool
-    """The weights are those of the version before: nothing to train on, no gradient, or one that is not finite."""
+    """The weights are those of the version before: nothing to train on, no gradient, or one that is not finite. Not said of steps that
+    trained a critic alone."""
     trained_tokens: int
     """Sampled tokens that had a weight in an applied update."""
     masked_tokens: int
@@ -66,8 +67,8 @@ class Trainer:
 
     Args:
         model: the folder, or a Hugging Face id, which is fetched.
-        advantages: "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", or a mapping with
-            `kind`.
+        advantages: "grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", or a
+            mapping with `kind`.
         correction: "token_tis", "icepop", "none", the name of a preset, or a mapping with `kind`; must be chosen when data can be stale.
         loss: "decoupled_ppo", "ppo", "gspo", …, or a mapping with `kind`: those of docs/configuration.md.
         reference: "none", or a mapping with `kind`, "in_loss" or "in_reward": a KL to the model the run starts from.
