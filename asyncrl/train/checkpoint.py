@@ -109,4 +109,6 @@ def _remedy(name: str) -> str:
     """State of the optimizer, beside the model's, depends on settings."""
     if name.startswith("model/"):
         return ""
+    if name.startswith("critic/"):
+        return ": set advantages, which have a critic with gae alone, as they were when it was saved"
     return ": set trainer.frozen, which takes parameters their moments, and trainer.learning_rate_scale as they were when it was saved"

@@ -62,22 +62,22 @@ def connect(*, rank: int, world_size: int, rendezvous: Path | None, timeout_s: f
     return Ranks(rank=rank, world_size=world_size, device=device, mesh=init_device_mesh(device.type, (world_size,)))
 
 
-def shard(policy: Body, ranks: Ranks, *, compute_dtype: torch.dtype, settings: ShardingConfig) -> None:
+def shard(model: Body, ranks: Ranks, *, compute_dtype: torch.dtype, settings: ShardingConfig) -> None:
     """Move the model to the rank's device; among others, shard every transformer layer, then the rest, in place.
 
     Master weights and the sums of their gradients stay float32, whatever computes and whatever travels. Parameters without gradient are
     sharded like the others.
     """
-    policy.to(ranks.device)
+    model.to(ranks.device)
     if ranks.mesh is None:
         return
     mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=getattr(torch, settings.reduce_dtype), cast_forward_inputs=False)
-    layers = layers_of(policy.lm)
+    layers = layers_of(model.lm)
     for layer in layers:
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed, reshard_after_forward=settings.reshard_after_forward)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=mixed)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=mixed)
     if settings.prefetch_layers:
-        _prefetch([policy, *layers], depth=settings.prefetch_layers)
+        _prefetch([model, *layers], depth=settings.prefetch_layers)
 
 
 def _prefetch(order: list[nn.Module], *, depth: int) -> None:

@@ -14,19 +14,19 @@ from asyncrl.train.model import Body
 from asyncrl.train.parallel import Ranks, shard
 
 
-def make_ready(policy: Body, ranks: Ranks, settings: TrainerConfig) -> Choice:
+def make_ready(model: Body, ranks: Ranks, settings: TrainerConfig) -> Choice:
     """Attention, what is computed again, what is compiled, and shards last, whose hooks lie outside of all that; every rank calls it.
 
     Raises ConfigError for what this machine has not.
     """
     dtype = getattr(torch, compute_dtype(settings, ranks.device))
-    choice = attention_choice.choose(settings.attention, lm=policy.lm, device=ranks.device, dtype=dtype)
-    attention_choice.use(choice, policy.lm)
-    layers = layers_of(policy.lm)
+    choice = attention_choice.choose(settings.attention, lm=model.lm, device=ranks.device, dtype=dtype)
+    attention_choice.use(choice, model.lm)
+    layers = layers_of(model.lm)
     if settings.compile:
         compile_layers(layers, ranks.device)
     checkpoint_activations(layers, settings.activation_checkpointing)
-    shard(policy, ranks, compute_dtype=dtype, settings=settings.sharding)
+    shard(model, ranks, compute_dtype=dtype, settings=settings.sharding)
     return choice
 
 
