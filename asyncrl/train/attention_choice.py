@@ -16,8 +16,8 @@ from asyncrl.train.attention import PACKED, attend_by_sequence, packed
 Backend = Literal["sdpa", "flex", "flash"]
 
 _NAMES: dict[Backend, str] = {"sdpa": PACKED, "flex": "asyncrl_packed_flex", "flash": "asyncrl_packed_flash"}
-_FLASH_HEAD_DIM = 256
-"""The widest head flash-attn has kernels for."""
+_FLASH_HEAD_DIM, _FLEX_HEAD_DIM = 256, 16
+"""The widest head flash-attn has kernels for, the narrowest flex_attention has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def register(backend: Backend = "sdpa") -> str:
 
 def choose(wanted: Backend | Literal["auto"], *, lm: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> Choice:
     """The backend to use. Raises ConfigError for one that cannot be had here."""
-    lacking = {"flash": _lacks_flash(lm, device, dtype), "flex": _lacks_flex(device), "sdpa": ""}
+    lacking = {"flash": _lacks_flash(lm, device, dtype), "flex": _lacks_flex(lm, device), "sdpa": ""}
     if wanted != "auto":
         if lacking[wanted]:
             raise ConfigError("trainer.attention", value=wanted, allowed=f"{' or '.join(b for b, why in lacking.items() if not why)} here: "
@@ -67,12 +67,22 @@ def _lacks_flash(lm: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
         return "flash-attn is not installed (the extra `flash-attn`)"
     if dtype != torch.bfloat16:
         return f"flash computes in bfloat16, trainer.dtype is {str(dtype).removeprefix('torch.')}"
-    config = lm.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if getattr(lm.config.get_text_config(), "v_head_dim", None) is not None:
+        return "flash has keys and values of one width"
+    head_dim = _head_dim(lm)
     return "" if head_dim <= _FLASH_HEAD_DIM else f"flash has heads of at most {_FLASH_HEAD_DIM}, this model's have {head_dim}"
 
 
-def _lacks_flex(device: torch.device) -> str:
+def _lacks_flex(lm: PreTrainedModel, device: torch.device) -> str:
+    """Why flex_attention cannot be used; empty when it can."""
     if device.type != "cuda":
         return "flex needs a GPU"
-    return "" if importlib.util.find_spec("triton") is not None else "flex is compiled by triton, which is not installed"
+    if importlib.util.find_spec("triton") is None:
+        return "flex is compiled by triton, which is not installed"
+    head_dim = _head_dim(lm)
+    return "" if head_dim >= _FLEX_HEAD_DIM else f"flex has heads of at least {_FLEX_HEAD_DIM}, this model's have {head_dim}"
+
+
+def _head_dim(lm: PreTrainedModel) -> int:
+    config = lm.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

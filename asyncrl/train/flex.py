@@ -69,9 +69,10 @@ _COMPILED: list[Callable[..., Tensor]] = []
 
 
 def _flex(device: torch.device) -> Callable[..., Tensor]:
-    """On a CPU as it is, for comparison: it has no gradient there."""
+    """On a CPU as it is, for comparison: it has no gradient there. Compiled it raises, where it would be compiled anew too often, rather
+    than go on uncompiled with whole [E, E] scores."""
     if device.type == "cpu":
         return flex_attention
     if not _COMPILED:
-        _COMPILED.append(torch.compile(flex_attention))
+        _COMPILED.append(torch.compile(flex_attention, fullgraph=True))
     return _COMPILED[0]

@@ -39,11 +39,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere, logits scaled": ("Cohere", {"logit_scale": 0.5}),
     "granite, logits scaled": ("Granite", {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0})}
 """Class and settings, by what is special."""
+ON_GPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2, heads of 16": ("Gemma2", FAMILIES["gemma2, scores and logits capped"][1] | {"head_dim": 16})}
+"""Of shapes that kernels for GPUs ask for."""
 
 
 def make_family(name: str, folder: Path) -> Path:
     """Write the model; weights are wide, biases and norms included, so that no term is too small to be seen."""
-    family, settings = FAMILIES[name]
+    family, settings = (FAMILIES | ON_GPU)[name]
     config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     config = config_class(**_COMMON | settings)
     model_class = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")

@@ -123,8 +123,14 @@ def test_a_mask_is_made_once_a_micro_batch() -> None:
     assert segments._derived[9, 4] is made
 
 
-MODEL = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(head_dim=64)))
-WIDE = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(head_dim=512)))
+
+
+def model_with(**settings: int) -> object:
+    return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(**settings)))
+
+
+MODEL, WIDE, LATENT = model_with(head_dim=64), model_with(head_dim=512), model_with(head_dim=64, v_head_dim=128)
+NARROW = model_with(hidden_size=32, num_attention_heads=4)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -134,6 +140,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
     (MODEL, GPU, torch.bfloat16, ["triton"], "flex", "flash-attn is not installed"),
     (MODEL, GPU, torch.float32, ["flash_attn", "triton"], "flex", "trainer.dtype is float32"),
     (WIDE, GPU, torch.bfloat16, ["flash_attn", "triton"], "flex", "this model's have 512"),
+    (LATENT, GPU, torch.bfloat16, ["flash_attn", "triton"], "flex", "of one width"),
+    (NARROW, GPU, torch.float32, ["flash_attn", "triton"], "sdpa", "at least 16, this model's have 8"),
     (MODEL, GPU, torch.bfloat16, [], "sdpa", "triton, which is not installed")])
 def test_the_fastest_that_can_be_had_is_chosen(model: object, device: torch.device, dtype: torch.dtype, packages: list[str], chosen: str,
                                                because: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,9 @@ class AliveAtOnce(TorchDispatchMode):
 class Case:
     """Random hidden states, their head and targets, with a loss that is no linear function of logprobs and entropy."""
 
-    def __init__(self, *, bias: bool) -> None:
+    def __init__(self, *, bias: bool, softcap: float | None = None) -> None:
         torch.manual_seed(0)
+        self.softcap = softcap
         self.layer = nn.Linear(D, V, bias=bias)
         self.hidden = torch.randn(P, D, requires_grad=True)
         self.predictions = Predictions(torch.randint(0, V, (P,)), torch.rand(P) + 0.5)
@@ -81,30 +82,35 @@ class Case:
     def plain(self) -> list[Tensor]:
         """Values and gradients by autograd on whole logits, in float64."""
         hidden, weight, *bias = (x.double() for x in (self.hidden, *self.layer.parameters()))
-        logits = (hidden @ weight.t() + (bias[0] if bias else 0)) / self.predictions.temperatures.double()[:, None]
-        everything = torch.log_softmax(logits, dim=-1)
+        logits = hidden @ weight.t() + (bias[0] if bias else 0)
+        logits = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        everything = torch.log_softmax(logits / self.predictions.temperatures.double()[:, None], dim=-1)
         logprobs = everything.gather(1, self.predictions.targets[:, None])[:, 0]
         entropy = -(everything.exp() * everything).sum(dim=-1)
         return [logprobs, entropy, *self.gradients(self.loss(logprobs, entropy, slice(None)))]
 
+    def head(self, chunk_logits: int) -> Head:
+        return Head.of(self.layer, chunk_logits=chunk_logits, softcap=self.softcap)
+
     def recomputed(self, chunk_logits: int) -> list[Tensor]:
-        logprobs, entropy = token_logprobs(self.hidden, head=Head.of(self.layer, chunk_logits=chunk_logits), predictions=self.predictions)
+        logprobs, entropy = token_logprobs(self.hidden, head=self.head(chunk_logits), predictions=self.predictions)
         return [logprobs, entropy, *self.gradients(self.loss(logprobs, entropy, slice(None)))]
 
     def in_the_forward(self, chunk_logits: int) -> list[Tensor]:
-        total, logprobs, entropy = token_objective(self.hidden, head=Head.of(self.layer, chunk_logits=chunk_logits),
-                                                   predictions=self.predictions, objective=self.loss)
+        total, logprobs, entropy = token_objective(self.hidden, head=self.head(chunk_logits), predictions=self.predictions,
+                                                   objective=self.loss)
         torch.testing.assert_close(total, self.loss(logprobs, entropy, slice(None)))
         assert not logprobs.requires_grad
         assert not entropy.requires_grad
         return [logprobs, entropy, *self.gradients(total)]
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 10, 64, 1000])
 @pytest.mark.parametrize("way", [Case.recomputed, Case.in_the_forward])
-def test_values_and_gradients_are_those_of_whole_logits(way, rows: int, bias: bool) -> None:
-    case = Case(bias=bias)
+def test_values_and_gradients_are_those_of_whole_logits(way, rows: int, bias: bool, softcap: float | None) -> None:
+    case = Case(bias=bias, softcap=softcap)
     for ours, plain in zip(way(case, rows * V), case.plain(), strict=True):
         torch.testing.assert_close(ours.double(), plain.double(), rtol=1e-5, atol=1e-5)
 

@@ -11,6 +11,7 @@ from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.train.microbatch import Layout, build, layout
 from asyncrl.train.model import ForwardInputs, Policy, load_policy
 from asyncrl.types import SequenceBuilder
+from tests.train.families import make_family
 from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence
 
 CPU = torch.device("cpu")
@@ -80,6 +81,15 @@ def test_a_sequence_sees_nothing_of_its_neighbours(tiny: Path) -> None:
     after = packed_logprobs(policy, packed).detach()
     torch.testing.assert_close(before[:start], after[:start], rtol=0, atol=1e-5)
     assert not torch.allclose(before[start:], after[start:], atol=1e-3)
+
+
+def test_learned_positions_are_counted_in_each_sequence_alone(tmp_path: Path) -> None:
+    """Whatever lies before it in the row, and whether its prompt is computed for another one too."""
+    folder = make_family("gpt2, learned positions", tmp_path)
+    policy, packed = load_policy(folder), pack(random_batch(0))
+    expected, _ = separate_logprobs(folder, packed)
+    for shared in (True, False):
+        torch.testing.assert_close(packed_logprobs(policy, packed, shared=shared), expected, rtol=0, atol=1e-5)
 
 
 def test_tokens_the_policy_did_not_sample_are_never_predicted(untied: Path, tmp_path: Path) -> None:
