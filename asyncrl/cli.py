@@ -29,6 +29,7 @@ from asyncrl.observe.figures import encodable
 from asyncrl.observe.watch import Watch, find_run
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
+from asyncrl.supervised import load_sft, supervise
 from asyncrl.training import train
 
 EXIT_OK = 0
@@ -102,10 +103,25 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe by name, such as arithmetic/quickstart, or the path of a YAML file")
-    parser.add_argument("--resume", nargs="?", const="newest", choices=_RESUMES,
-                        help="go on from the run's newest whole checkpoint; auto: begin anew when there is none")
+    _resume_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and what follows from it, start nothing")
     parser.add_argument("--quiet", action="store_true", help="show warnings, errors and the last line alone")
+
+
+def _resume_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", nargs="?", const="newest", choices=_RESUMES,
+                        help="go on from the run's newest whole checkpoint; auto: begin anew when there is none")
+
+
+def _sft(options: argparse.Namespace) -> int:
+    config = load_sft(options.recipe, options.settings, echo=_note)
+    run_interruptibly(supervise(config, tell=functools.partial(print, flush=True), resume=options.resume))
+    return EXIT_OK
+
+
+def _sft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="sft/arithmetic, or the path of a YAML file; docs/sft.md")
+    _resume_argument(parser)
 
 
 def _recipes(options: argparse.Namespace) -> int:
@@ -182,6 +198,7 @@ def _correction(options: argparse.Namespace) -> int:
 
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
+    Command("sft", "train a model on examples, for RL to start from", _sft, _sft_arguments, takes_settings=True),
     Command("recipes", "list the recipes of the library, and what each one is", _recipes, _no_arguments),
     Command("schema", "print the JSON schema of a recipe, for editors", _schema, _no_arguments),
     Command("doctor", "check this machine, and a recipe on it; each finding with its remedy", _doctor, _doctor_arguments,

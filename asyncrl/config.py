@@ -146,13 +146,18 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, echo: Call
 
     Raises ConfigError with the field and its nearest neighbour.
     """
-    file = find_recipe(recipe)
+    return validated(RunConfig, resolved_tree(find_recipe(recipe), overrides, root=RunConfig, echo=echo))
+
+
+def resolved_tree(file: Path, overrides: Sequence[str], *, root: type[Section],
+                  echo: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """The plain tree of a `root` in a file, with overrides, and everything it names made absolute."""
     tree = read_tree(file)
     given = parse_overrides(overrides)
-    for line in apply_overrides(tree, given, root=RunConfig):
+    for line in apply_overrides(tree, given, root=root):
         if echo:
             echo(line)
-    return parse_config(tree, base=file.parent, overridden=[override.path for override in given])
+    return resolve_references(tree, base=file.parent, overridden=[override.path for override in given])
 
 
 def read_tree(file: Path, *, field: str = "recipe") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
@@ -11,6 +12,8 @@ from asyncrl.errors import ConfigError
 _SUFFIX = ".yaml"
 _ABLATIONS = "ablations"
 """The folder of the files that `asyncrl ablate` takes; they are grids over recipes, not recipes."""
+_SUPERVISED = "sft"
+"""The folder of what `asyncrl sft` takes."""
 _MODELINE = "# yaml-language-server:"
 """For editors; what a recipe is about stands in the line after it."""
 
@@ -24,7 +27,12 @@ def recipes_folder() -> Path:
 
 def recipe_names() -> list[str]:
     """`arithmetic/quickstart`, …"""
-    return [name for name in _names() if not name.startswith(f"{_ABLATIONS}/")]
+    return [name for name in _names() if name.split("/")[0] not in (_ABLATIONS, _SUPERVISED)]
+
+
+def supervised_names() -> list[str]:
+    """`sft/arithmetic`, …"""
+    return [name for name in _names() if name.startswith(f"{_SUPERVISED}/")]
 
 
 def ablation_names() -> list[str]:
@@ -42,15 +50,15 @@ def recipe_file(name: str) -> Path:
     return recipes_folder() / f"{name}{_SUFFIX}"
 
 
-def find_recipe(name_or_path: str | Path) -> Path:
+def find_recipe(name_or_path: str | Path, *, names: Sequence[str] | None = None) -> Path:
     """The file: what lies at the path, with or without `.yaml`; else the recipe of that name.
 
-    Raises ConfigError with the nearest name, and all of them.
+    Known are `names`, those for `train` unless given. Raises ConfigError with the nearest name, and all of them.
     """
     for path in (Path(name_or_path), Path(f"{name_or_path}{_SUFFIX}")):
         if os.path.isfile(path):
             return path
-    names, name = recipe_names(), str(name_or_path).removesuffix(_SUFFIX)
+    names, name = recipe_names() if names is None else names, str(name_or_path).removesuffix(_SUFFIX)
     if name in names:
         return recipe_file(name)
     near = difflib.get_close_matches(name, names, n=1)

@@ -32,6 +32,7 @@ from asyncrl.settings import SEEDS
 from asyncrl.task import build_env, build_eval_sets, build_prompts, build_sampling, reward_workers
 from asyncrl.train.prepare import building_folder, cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder
+from asyncrl.train.sft_config import SFTConfig
 from asyncrl.train.trainer import Trainer
 
 _PREPARE_TIMEOUT_S = 3600.0
@@ -143,8 +144,8 @@ async def _evaluate(run: Run, folder: RunFolder) -> Evaluation:
     return evaluation
 
 
-async def prepare_model(config: RunConfig, *, logs: Path, echo: Callable[[str], None]) -> Path:
-    """The folder RL starts from: made, warmed up and cached in a child, so that nothing of it stays in this process."""
+async def prepare_model(config: RunConfig | SFTConfig, *, logs: Path, echo: Callable[[str], None]) -> Path:
+    """The folder training starts from: made, warmed up and cached in a child, so that nothing of it stays in this process."""
     if isinstance(config.model, ModelFolder) and not isinstance(config.warm_up, CrossEntropyWarmUp):
         return Path(config.model.path)
     folder = Path(config.run.folder) / ".cache" / cache_key(config.model, config.warm_up)

@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.recipe_files import ablation_names, find_recipe, recipe_file, recipe_names, recipe_summary
+from asyncrl.recipe_files import ablation_names, find_recipe, recipe_file, recipe_names, recipe_summary, supervised_names
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def test_the_names_are_the_files_of_the_folder() -> None:
-    assert sorted(recipe_names() + ablation_names()) == sorted(f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.yaml"))
+    files = [f"{path.parent.name}/{path.stem}" for path in RECIPES.glob("*/*.yaml")]
+    assert sorted(recipe_names() + ablation_names() + supervised_names()) == sorted(files)
     assert "arithmetic/quickstart" in recipe_names()
     assert {name.split("/")[0] for name in ablation_names()} == {"ablations"}
+    assert {name.split("/")[0] for name in supervised_names()} == {"sft"}
 
 
 @pytest.mark.parametrize("name", ["arithmetic/quickstart", "arithmetic/quickstart.yaml"])
@@ -46,7 +48,7 @@ def test_a_folder_is_no_recipe() -> None:
         find_recipe(RECIPES)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", [*recipe_names(), *supervised_names()])
 def test_every_recipe_says_in_one_line_what_it_is(name: str) -> None:
     summary = recipe_summary(recipe_file(name))
     assert summary.endswith(".")

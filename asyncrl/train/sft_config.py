@@ -50,7 +50,7 @@ class SFTSection(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Updates at most. None: as many as the epochs take; examples of an iterator need a number."""
     eval_every_steps: int = Field(default=50, ge=1)
-    """How often the loss on what is held out is measured; also before the first step and after the last."""
+    """How often the loss on held-out examples is measured; also before the first step and after the last."""
     seed: Seed = 0
     """Of the order of the examples; given to functions too."""
     export_dtype: ExportDtype = "source"
@@ -73,10 +73,10 @@ class SFTConfig(Section):
 
     model: ModelConfig
     """The model that is trained."""
-    examples: Annotated[JsonlExamples | FunctionExamples, TAGGED]
-    """What is learned."""
-    held_out: Annotated[NoExamples | JsonlExamples | FunctionExamples, TAGGED] = NoExamples()
-    """What the loss is measured on, and never trained on."""
+    data: Annotated[JsonlExamples | FunctionExamples, TAGGED]
+    """The examples that are learned."""
+    eval: Annotated[NoExamples | JsonlExamples | FunctionExamples, TAGGED] = NoExamples()
+    """Those the loss is measured on, which are never trained on."""
     sft: SFTSection = SFTSection()
     """How the examples are gone through."""
     trainer: TrainerConfig
