@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from asyncrl import yaml_text
 from asyncrl.buffer.config import BufferConfig
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import NO_LORA, LoRAConfig
 from asyncrl.overrides import apply_overrides, parse_overrides
 from asyncrl.pairs import check_deadline, check_deterministic, check_engine, check_evaluation, check_mixture, check_overlong, check_pairs
 from asyncrl.recipe_files import find_recipe
@@ -107,6 +108,8 @@ class RunConfig(Section):
     """Whether the policy is held to the model it started from."""
     trainer: TrainerConfig
     """How it is minimised, and by how many processes."""
+    lora: LoRAConfig = NO_LORA
+    """Whether the model's own weights are trained, or low-rank adapters beside them, which the engine then has too."""
     weights: WeightsConfig = WeightsConfig()
     """How the engine gets what was learnt."""
     eval: EvalConfig = NoEval()
@@ -118,14 +121,14 @@ class RunConfig(Section):
     def training(self) -> TrainConfig:
         """What a trainer rank needs to know, of the sections here. Raises ConfigError where they contradict one another."""
         return TrainConfig(trainer=self.trainer, advantages=self.advantages, correction=self.correction, loss=self.loss,
-                           reference=self.reference)
+                           reference=self.reference, lora=self.lora)
 
     @model_validator(mode="after")
     def _pairs(self) -> RunConfig:
         check_pairs(buffer=self.buffer, training=self.training, weights=self.weights)
         sampling = self.sampling.build()
         sampling.check(for_training=True, kept_sets=True)  # check_engine asks the engine for them
-        check_engine(self.engine, sampling=sampling, weights=self.weights)
+        check_engine(self.engine, sampling=sampling, weights=self.weights, lora=self.lora)
         check_deadline(self.env, buffer=self.buffer)
         check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)
         if self.run.deterministic:

@@ -34,7 +34,7 @@ from asyncrl.observer import AsideRollouts, Observer
 from asyncrl.pairs import check_deterministic, check_pairs
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
-from asyncrl.rollout.engine import Engine, Interruption
+from asyncrl.rollout.engine import Engine, Interruption, require_adapters
 from asyncrl.rollout.env import Env
 from asyncrl.rollout.eval_set import check_sets, own_envs, sources_of
 from asyncrl.rollout.evaluate import first_failure
@@ -77,6 +77,8 @@ class Run:
         check_sources(prompts.names, field="sampling", given=sampling,
                       others=sources_of(asked for asked in self.options.eval_sets if asked.sampling is None))
         check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
+        for part in self.engines:
+            require_adapters(part.capabilities, trainer.config.lora, engine=part.name)
         check_sets(self.options.eval_sets, engines=self.engines)
         if self.options.deterministic:
             check_deterministic(buffer.config, engines={part.name: part.capabilities for part in self.engines},

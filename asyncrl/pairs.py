@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from asyncrl.buffer.config import BufferConfig, check_publish_interval
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import NO_LORA, LoRAConfig, adapters_of
 from asyncrl.rollout.config import EngineConfig
-from asyncrl.rollout.engine import Capabilities, Interruption, require
+from asyncrl.rollout.engine import Capabilities, Interruption, require, require_adapters
 from asyncrl.rollout.eval_set import check_set_sampling
 from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval, SingleTurnConfig
 from asyncrl.train.advantages_config import AdvantagesConfig, SoftOverlong
@@ -26,14 +27,15 @@ def check_pairs(*, buffer: BufferConfig, training: TrainConfig, weights: Weights
     check_publish_interval(buffer, weights.publish_every_steps)
 
 
-def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsConfig) -> None:
+def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsConfig, lora: LoRAConfig = NO_LORA) -> None:
     """Raise ConfigError when the run needs what this kind of engine lacks, whatever the model."""
     _the_context_holds_a_prompt_too(engine, sampling)
     if weights.dtype == "float32" and engine.dtype == "bfloat16":
         raise ConfigError("weights.dtype, engine.dtype", value=(weights.dtype, engine.dtype),
                           allowed="published values that the engine can hold exactly: bfloat16 in either, float32 in float32",
                           remedy="Set weights.dtype=bfloat16, or engine.dtype=float32.")
-    capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0)
+    capabilities = engine.capabilities(context_tokens=engine.most_context_tokens or 0).serving(adapters_of(lora))
+    require_adapters(capabilities, lora, engine=engine.kind)
     require(capabilities, sampling, Interruption(weights.interruption), engine=engine.kind)
 
 

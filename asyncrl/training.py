@@ -176,7 +176,7 @@ async def prepare_model(config: RunConfig | SFTConfig, *, logs: Path, echo: Call
 def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) -> Run:
     """The run a configuration describes, from `model` on, or from the checkpoint that `resumed` was saved with; starts nothing."""
     trainer = Trainer(model, advantages=config.advantages, correction=config.correction, loss=config.loss,
-                      reference=config.reference, **dict(config.trainer))
+                      reference=config.reference, lora=config.lora, **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
                          probe=config.run.probe, error_budget=config.run.error_budget, deterministic=config.run.deterministic,
                          eval_sets=build_eval_sets(config), resume="newest" if resumed else None)
@@ -206,7 +206,7 @@ def build_engine(config: RunConfig, *, model: Path, version: int = 0) -> Engine:
     """
     engine = config.engine
     if isinstance(engine, InlineEngineConfig):
-        return InlineEngine(model, **dict(engine))
+        return InlineEngine(model, lora=config.lora, **dict(engine))
     kind = TransformersEngine if isinstance(engine, TransformersEngineConfig) else VLLMEngine
     seed = config.run.seed if engine.seed is None else engine.seed
-    return kind(model, **dict(engine) | {"seed": derive_seed(seed, version) % SEEDS if version else seed})
+    return kind(model, lora=config.lora, **dict(engine) | {"seed": derive_seed(seed, version) % SEEDS if version else seed})

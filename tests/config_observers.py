@@ -22,6 +22,7 @@ from asyncrl.child import Child
 from asyncrl.clock import now_s, run_virtual
 from asyncrl.config import RunConfig
 from asyncrl.errors import BufferStarved, ChildDied, RunAborted
+from asyncrl.lora_config import LoRA
 from asyncrl.observe.console import Console
 from asyncrl.observe.plain import PlainFace
 from asyncrl.paths import RunPaths
@@ -98,9 +99,9 @@ def inline_engine(config: RunConfig, scene: Scene) -> object:
     threads = torch.get_num_threads()
     dtypes, waves, written, real_load, real_wave = [], [], [], loaded_model.load_model, inline_wave.Wave
 
-    def load(folder: Path, *, dtype: str) -> object:
+    def load(folder: Path, *, dtype: str, lora: LoRA | None) -> object:
         dtypes.append(dtype)
-        return real_load(folder, dtype="float32")
+        return real_load(folder, dtype="float32", lora=lora)
 
     class Watched(real_wave):
         def step(self) -> Any:
@@ -180,7 +181,7 @@ def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = No
     """Weights and metrics after three real steps of the one rank, how it cuts a batch, its threads, and the arithmetic asked for."""
     threads = torch.get_num_threads()
     settings = TrainConfig(trainer=config.trainer.model_copy(update={"processes": 0, "dtype": "auto"}), advantages=config.advantages,
-                           correction=config.correction, loss=config.loss, reference=config.reference)
+                           correction=config.correction, loss=config.loss, reference=config.reference, lora=config.lora)
     asked = settings.model_copy(update={"trainer": config.trainer})
     try:
         rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),

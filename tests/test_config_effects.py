@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
-from tests import algorithm_flips, optimizer_flips
+from tests import algorithm_flips, lora_flips, optimizer_flips
 from tests import config_observers as see
 from tests import data_observers as see_data
 from tests import eval_observers as see_eval
@@ -51,7 +51,7 @@ SECTIONS: dict[str, Any] = {
     "prompts.mixture.sources.jsonl": {OWN: JSONL_DATA, "two": FUNCTION_DATA},
     "engine.inline": {"kind": "inline"}, "engine.transformers": TREE["engine"], "engine.vllm": {"kind": "vllm"},
     "buffer.policy.lease": {"kind": "lease"}, "buffer.policy.fixed_lag": {"kind": "fixed_lag", "lag_steps": 0},
-    **algorithm_flips.SECTIONS, **optimizer_flips.SECTIONS,
+    **algorithm_flips.SECTIONS, **lora_flips.SECTIONS, **optimizer_flips.SECTIONS,
     "trainer.schedule.constant": {"kind": "constant"},
     "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
     "eval.sets": {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}, "every_steps": 2},
@@ -142,7 +142,7 @@ FLIPS: dict[str, Flip] = {
     **{f"advantages.{kind}.overlong.{name}": flip(value, see.trained, sampling__max_new_tokens=9) for kind in SHAPED for name, value in {
         "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
         "soft.weight": 0.5}.items()},
-    **algorithm_flips.FLIPS, **optimizer_flips.FLIPS,
+    **algorithm_flips.FLIPS, **lora_flips.FLIPS, **optimizer_flips.FLIPS,
     "trainer.processes": flip(2, see.supervised_ranks), "trainer.threads": flip(2, see.trained),
     "trainer.learning_rate": flip(1e-3, see.trained), "trainer.schedule.kind": flip({"kind": "cosine", "total_steps": 3}, see.trained),
     "trainer.schedule.constant.warm_up_steps": flip(2, see.trained),

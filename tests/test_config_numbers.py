@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config import RunConfig, parse_config
 from asyncrl.errors import ConfigError
 from asyncrl.settings import kinds_of, members_of
-from tests import algorithm_flips, optimizer_flips
+from tests import algorithm_flips, lora_flips, optimizer_flips
 from tests.test_config_effects import FIELDS, FLIPS, HERE, SECTIONS, SHAPED, TREE, put
 
 SENSELESS: dict[str, Any] = {"zero": 0, "minus": -1, "large": 10**12, "huge": 10**30, "nan": math.nan, "infinite": math.inf,
@@ -126,7 +126,7 @@ def outcome(name: str, value: Any) -> str:
 @pytest.mark.parametrize("label", SENSELESS)
 def test_what_makes_no_sense_is_refused_and_the_rest_is_known(label: str) -> None:
     accepted = {name for name in NUMBERS if outcome(name, SENSELESS[label]) == "accepted"}
-    known = [of_sections.get(label, set()) for of_sections in (ACCEPTED, algorithm_flips.ACCEPTED, optimizer_flips.ACCEPTED)]
+    known = [of_sections.get(label, set()) for of_sections in (ACCEPTED, algorithm_flips.ACCEPTED, lora_flips.ACCEPTED, optimizer_flips.ACCEPTED)]
     assert accepted == set().union(*known)
 
 

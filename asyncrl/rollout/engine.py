@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import LoRA, LoRAConfig, adapters_of
 from asyncrl.paths import RunPaths
 from asyncrl.records import NOTHING, NOTHING_WANTED, TokenRecords, Wanted
 from asyncrl.types import KEPT_SET_FIELDS, Sampling, Status
@@ -51,6 +53,18 @@ class Capabilities:
     """It records what these left of the vocabulary at each sampled token. Without, completions that are trained on may not ask for them."""
     routed_experts: bool = False
     """It records, with a mixture of experts, where each token went that passed through the model."""
+    lora: Literal["none", "shared", "per_request"] = "none"
+    """How it serves adapters beside the model: `shared` are changed in place for all requests; with `per_request` each keeps those it
+    began with, so none can go on under the next version with what it has: no KEEP, and RECOMPUTE resubmits."""
+    adapters: LoRA | None = None
+    """Those it was made with."""
+
+    def serving(self, adapters: LoRA | None) -> Capabilities:
+        """Of the same engine, made with these adapters."""
+        if adapters is None or self.lora != "per_request":
+            return dataclasses.replace(self, adapters=adapters)
+        interruptions = self.interruptions - {Interruption.KEEP}
+        return dataclasses.replace(self, adapters=adapters, interruptions=interruptions, in_place_recompute=False)
 
     def unfollowed(self, sampling: Sampling) -> tuple[str, ...]:
         """Fields beyond temperature and stop strings that the engine does not have."""
@@ -144,8 +158,11 @@ class Engine(Protocol):
 def require(capabilities: Capabilities, sampling: Sampling, interruption: Interruption, *, engine: str) -> None:
     """Raise ConfigError when a run that trains on what is sampled needs what the engine lacks."""
     if interruption not in capabilities.interruptions:
-        raise ConfigError("weights.interruption", value=interruption.value,
-                          allowed=f"one of {sorted(kind.value for kind in capabilities.interruptions)} with {engine}",
+        adapters = capabilities.adapters is not None
+        raise ConfigError("weights.interruption, lora.kind" if adapters else "weights.interruption",
+                          value=(interruption.value, "lora") if adapters else interruption.value,
+                          allowed=f"one of {sorted(kind.value for kind in capabilities.interruptions)} with {engine}"
+                                  f"{', where a request keeps the adapters it began with' if adapters else ''}",
                           remedy="Choose another interruption or another engine.")
     require_sampling(capabilities, sampling, engine=engine)
     if sampling.truncates and not capabilities.kept_sets:
@@ -154,6 +171,18 @@ def require(capabilities: Capabilities, sampling: Sampling, interruption: Interr
                           allowed=f"the neutral value alone with {engine}, which does not record what it leaves out",
                           remedy="It renormalises over a kept set the trainer does not know, so every importance ratio would be off by "
                                  "the kept mass. Take an engine that records the sets, transformers or inline, or remove the field.")
+
+
+def require_adapters(capabilities: Capabilities, lora: LoRAConfig, *, engine: str) -> None:
+    """Raise ConfigError unless an engine has the adapters that are trained, or has none where none are."""
+    held, trained = capabilities.adapters, adapters_of(lora)
+    if trained and capabilities.lora == "none":
+        raise ConfigError("lora.kind, engine.kind", value=("lora", engine), allowed="an engine that serves adapters beside the model",
+                          remedy="Choose the inline or the transformers engine, or vLLM; or train the whole model, lora: none.")
+    if (held and held.shape) != (trained and trained.shape):
+        raise ConfigError("lora, engine.lora", value=(trained, held),
+                          allowed=f"the same rank, alpha, rslora and targets in the trainer and in {engine}, or none in both",
+                          remedy="Give the engine the lora that the trainer has: what the trainer publishes is for such layers alone.")
 
 
 def require_sampling(capabilities: Capabilities, sampling: Sampling, *, engine: str) -> None:

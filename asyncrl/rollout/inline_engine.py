@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.clock import now_s
 from asyncrl.errors import ChildDied, WeightSyncError
+from asyncrl.lora_config import read_lora
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.config import InlineEngineConfig
 from asyncrl.rollout.engine import Ack, Chunk, GenerationRequest, Health, Interruption
@@ -31,14 +32,16 @@ class InlineEngine:
     """Requests that are waiting when a wave starts are sampled together, in arrival order, and the wave runs to its end.
 
     Requests that name a wave share it with those of the same name alone. The same requests in the same order give the same bits.
-    Every token blocks the event loop for one forward pass. `settings` are the fields of `InlineEngineConfig`. Raises ConfigError.
+    Every token blocks the event loop for one forward pass. `settings` are the fields of `InlineEngineConfig`, `lora` is what the trainer
+    has. Raises ConfigError.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "inline", **settings: Any) -> None:
+    def __init__(self, model: str | Path, *, name: str = "inline", lora: Any = "none", **settings: Any) -> None:
         self.name = name
+        self._lora = read_lora(lora)
         self._config = validated(InlineEngineConfig, settings, name="engine")
         self._facts = read_facts(model, context_tokens=self._config.context_tokens)
-        self.capabilities = self._config.capabilities(context_tokens=self._facts.context_tokens)
+        self.capabilities = self._config.capabilities(context_tokens=self._facts.context_tokens).serving(self._lora)
         self._model: PreTrainedModel | None = None
         self._receiver: Receiver | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -58,7 +61,7 @@ class InlineEngine:
         from asyncrl.weights.store import StoreTransport
         from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
-        self._model = load_model(self._facts.folder, dtype=self._config.dtype)
+        self._model = load_model(self._facts.folder, dtype=self._config.dtype, lora=self._lora)
         self._receiver = Receiver(memory_targets(checkpoint_tensors(self._model)), store=StoreTransport(paths.weights))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 

@@ -7,9 +7,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from asyncrl.adapters import add_adapters
 from asyncrl.causal_lm import load_causal_lm
+from asyncrl.lora_config import LoRA
 
 
-def load_model(folder: Path, *, dtype: str) -> PreTrainedModel:
-    """The model of a folder on the CPU, in evaluation mode, every parameter cast to `dtype`, without gradients."""
-    return load_causal_lm(folder, dtype=getattr(torch, dtype), attention="sdpa").requires_grad_(False)
+def load_model(folder: Path, *, dtype: str, lora: LoRA | None = None) -> PreTrainedModel:
+    """The model of a folder on the CPU, in evaluation mode, every parameter cast to `dtype`, without gradients; with room for adapters."""
+    model = load_causal_lm(folder, dtype=getattr(torch, dtype), attention="sdpa")
+    if lora:
+        add_adapters(model, lora)
+    return model.requires_grad_(False)

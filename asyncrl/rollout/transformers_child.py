@@ -14,6 +14,7 @@ import torch
 
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
 from asyncrl.errors import WeightSyncError
+from asyncrl.lora_config import LoRA
 from asyncrl.process import peak_memory_bytes
 from asyncrl.records import Wanted
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
@@ -47,7 +48,7 @@ class _Child:
 
     def __init__(self, channel: Channel, spec: Mapping[str, Any]) -> None:
         self._channel, self._stream = channel, ChunkStream(channel)
-        model = load_model(Path(spec["folder"]), dtype=spec["dtype"])
+        model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
         self._receiver = Receiver(memory_targets(checkpoint_tensors(model)), store=StoreTransport(Path(spec["weights"])))
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit)

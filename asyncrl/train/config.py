@@ -10,6 +10,7 @@ from asyncrl import settings
 from asyncrl.correction.presets import Preset
 from asyncrl.correction.spec import Correction
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import NO_LORA, LoRAConfig, adapters_of
 from asyncrl.records import Wanted
 from asyncrl.settings import Seconds, Section, Workers, refuse_unread
 from asyncrl.train.advantages_config import GRPO, AdvantagesConfig
@@ -87,6 +88,8 @@ class TrainConfig(Section):
     """None: not chosen; right only where data cannot be stale."""
     loss: LossConfig = DecoupledPPO(kind="decoupled_ppo")
     reference: ReferenceConfig = NoReference()
+    lora: LoRAConfig = NO_LORA
+    """Whether the model's own weights are trained, or adapters beside them."""
 
     @model_validator(mode="after")
     def _the_correction_can_be_made(self) -> TrainConfig:
@@ -119,6 +122,14 @@ class TrainConfig(Section):
         if isinstance(self.reference, InReward) and self.advantages.kind == "maxrl":
             raise ConfigError("reference.kind, advantages.kind", value=("in_reward", "maxrl"), allowed="with maxrl rewards of 0 and 1",
                               remedy="Take reference.kind=in_loss, or other advantages.")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_leave_nothing_else_to_freeze(self) -> TrainConfig:
+        if adapters_of(self.lora) and self.trainer.frozen:
+            raise ConfigError("trainer.frozen, lora.kind", value=(list(self.trainer.frozen), self.lora.kind),
+                              allowed="no frozen parameters with lora, which freezes the whole model",
+                              remedy="Remove trainer.frozen; lora.targets says which layers have adapters.")
         return self
 
     @model_validator(mode="after")

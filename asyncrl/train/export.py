@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from asyncrl.errors import CheckpointError, ConfigError, NonFiniteError
 from asyncrl.paths import sync
 from asyncrl.train.export_form import ExportForm
-from asyncrl.train.parallel import Ranks, whole
-from asyncrl.weights.torch_pieces import checkpoint_tensors
+from asyncrl.train.lora import Merged
+from asyncrl.train.parallel import Ranks
 
 INDEX = "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -29,7 +29,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ranks, form: ExportForm) -> None:
-    """Write the weights, tied ones once, and every other file of the source folder beside them: tokenizer, chat template, generation.
+    """Write the weights, tied ones once, adapters merged, and every other file of the source folder: tokenizer, chat template, generation.
 
     Every rank must call it; rank 0 writes, and holds one shard and one tensor at most. The folder appears at `target` whole, in
     one rename, in place of an older model folder there; other files of that one stay. Raises NonFiniteError rather than export a NaN
@@ -37,7 +37,8 @@ def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ran
     """
     _require_replaceable(target)
     dtype = _source_dtype(source) if form.dtype == "source" else getattr(torch, form.dtype)
-    tensors = checkpoint_tensors(lm)
+    merged = Merged(lm)
+    tensors = merged.tensors
     shards = _shards(tensors, dtype=dtype, most_bytes=form.max_shard_bytes)
     place = _beside(target, "unfinished")
     if ranks.rank == 0:
@@ -45,7 +46,7 @@ def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ran
         place.mkdir(parents=True)
     try:
         for file, names in shards.items():
-            shard = {name: _exported(name, tensors[name], dtype=dtype, keep=ranks.rank == 0) for name in names}
+            shard = {name: _exported(name, merged.whole(name), dtype=dtype, keep=ranks.rank == 0) for name in names}
             if ranks.rank == 0:
                 _save(shard, place / file)
         if ranks.rank == 0:
@@ -77,9 +78,8 @@ def _exported_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize
 
 
-def _exported(name: str, tensor: Tensor, *, dtype: torch.dtype, keep: bool) -> Tensor:
+def _exported(name: str, full: Tensor, *, dtype: torch.dtype, keep: bool) -> Tensor:
     """All of a tensor, on the CPU; where it is not to be kept only the check that every rank makes alike."""
-    full = whole(tensor)
     full = full.to(dtype if full.is_floating_point() else full.dtype)
     if not bool(torch.isfinite(full).all()):
         raise NonFiniteError(f"{name} holds a value that is not finite as {full.dtype}; it is not exported")

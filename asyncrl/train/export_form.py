@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from asyncrl.errors import ConfigError
 
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
+ADAPTER_FOLDER = "adapter"
+"""In an exported folder. Not beside its config.json: transformers would take the folder for adapters, whose base is elsewhere."""
 SHARD_BYTES = 5_000_000_000
 """Of transformers' own `save_pretrained`, to the order: what a hub takes, and a reader maps at once."""
 

@@ -23,12 +23,14 @@ class Saving:
     updates: int
     run_epoch: int
     state: bytes
+    model: str
+    """See `CheckpointManifest.model`."""
 
     def commit(self, replies: Sequence[Mapping[str, Any]]) -> None:
         """Every rank has written its files: the checkpoint is whole."""
         files = [SavedFile(**file) for reply in replies for file in reply["files"]]
         checkpoint_store.commit(self.folder, files=files, version=self.version, updates=self.updates, run_epoch=self.run_epoch,
-                                state=self.state)
+                                state=self.state, model=self.model)
 
 
 class History:
@@ -78,4 +80,4 @@ class History:
 
 def restore_request(folder: Path, manifest: CheckpointManifest) -> dict[str, Any]:
     """What each rank is told to load."""
-    return {"folder": str(folder.resolve()), "updates": manifest.updates}
+    return {"folder": str(folder.resolve()), "updates": manifest.updates, "model": manifest.model}

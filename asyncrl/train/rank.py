@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.adapters import add_adapters
 from asyncrl.channel import Channel, Reply, Request, serve_calls
+from asyncrl.lora_config import adapters_of
 from asyncrl.records import TokenRecords
 from asyncrl.train import checkpoint
 from asyncrl.train.advantages_config import GAE
@@ -21,8 +24,9 @@ from asyncrl.train.critic import TrainedCritic, load_critic
 from asyncrl.train.examples import PackedExamples
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
+from asyncrl.train.lora import adapters_off, base_digest, export_adapters, require_base, trained_tensors
 from asyncrl.train.microbatch import build, layout
-from asyncrl.train.model import ForwardInputs, load_policy
+from asyncrl.train.model import ForwardInputs, Policy, load_policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.optim_groups import freeze
 from asyncrl.train.packing import plan
@@ -37,7 +41,7 @@ from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.torch_pieces import checkpoint_tensors, local_bits, local_pieces
+from asyncrl.weights.torch_pieces import frozen_names, local_bits, local_pieces
 
 
 class RankTrainer:
@@ -50,6 +54,9 @@ class RankTrainer:
         self._spec = spec
         policy = load_policy(Path(spec.model), chunk_logits=spec.config.trainer.logits_chunk)
         freeze(policy.lm, spec.config.trainer.frozen)
+        self._lora = adapters_of(spec.config.lora)
+        if self._lora:
+            add_adapters(policy.lm, self._lora)
         self._ranks = connect(rank=spec.rank, world_size=spec.world_size, rendezvous=Path(spec.rendezvous) if spec.rendezvous else None,
                               timeout_s=spec.config.trainer.step_timeout_s)
         self._lm = policy.lm
@@ -57,7 +64,7 @@ class RankTrainer:
         optimizer = Optimizer(policy.lm.named_parameters(remove_duplicate=False), config=spec.config.trainer, ranks=self._ranks)
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
         self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
-                                reference=self._load_reference(), critic=self._load_critic())
+                                reference=self._load_reference(policy), critic=self._load_critic())
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -65,7 +72,8 @@ class RankTrainer:
     def handlers(self) -> dict[str, Any]:
         """Operation by name, as `serve_calls` takes them."""
         return {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "committed": self.committed,
-                "adopt": self.adopt, "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export}
+                "adopt": self.adopt, "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export,
+                "export_adapters": self.export_adapters}
 
     def step(self, request: Request) -> Mapping[str, Any]:
         """Train on the batch in file `path`; rank 0 records it at `record`, where that is asked for."""
@@ -103,7 +111,8 @@ class RankTrainer:
     def publish(self, request: Request) -> Mapping[str, Any]:
         """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`."""
         self._publisher.abandon()
-        publication = self._publisher.publish(self._bits(), version=request.body["version"], base=request.body["base"])
+        base = request.body["base"]
+        publication = self._publisher.publish(self._bits(anchor=base is None), version=request.body["version"], base=base)
         return publication.to_wire()
 
     def committed(self, request: Request) -> None:
@@ -118,7 +127,7 @@ class RankTrainer:
         """Copy this rank's state and begin to write it into `folder`, in a thread; `saved` gives the files. An older write is forgotten."""
         staged = checkpoint.stage(self._tensors(), rank=self._spec.rank)
         self._saving = self._writer.submit(checkpoint.write, staged, Path(request.body["folder"]), rank=self._spec.rank)
-        return {"updates": self._trainee.optimizer.updates}
+        return {"updates": self._trainee.optimizer.updates, "model": self._base_digest if self._lora and self._spec.rank == 0 else ""}
 
     def saved(self, request: Request) -> Mapping[str, Any]:
         """Whether the write is done, and its files; `wait` waits for it. Raises CheckpointError."""
@@ -128,7 +137,9 @@ class RankTrainer:
         return {"done": True, "files": [dataclasses.asdict(file) for file in self._saving.result()]}
 
     def restore(self, request: Request) -> None:
-        """Load weights and optimizer from the checkpoint in `folder`, whatever number of ranks wrote it."""
+        """Load weights and optimizer from the checkpoint in `folder`, whatever number of ranks wrote it. Raises CheckpointError."""
+        if self._lora:
+            require_base(request.body["model"], found=self._base_digest, folder=Path(self._spec.model))
         checkpoint.load(self._tensors(), Path(request.body["folder"]))
         self._trainee.optimizer.updates = request.body["updates"]
         if self._trainee.critic is not None:
@@ -140,15 +151,26 @@ class RankTrainer:
         export_folder(self._lm, source=Path(self._spec.model), target=Path(request.body["folder"]), ranks=self._ranks,
                       form=ExportForm(**request.body.get("form", {})))
 
+    def export_adapters(self, request: Request) -> None:
+        """Write the adapters alone to `folder`."""
+        assert self._lora is not None
+        export_adapters(self._lm, Path(request.body["folder"]), config=self._lora, base=self._spec.model, ranks=self._ranks)
+
     def close(self) -> None:
         """Finish what is being written, leave the process group, and torch as it was."""
         torch.use_deterministic_algorithms(self._was_deterministic)
         self._writer.shutdown()
         self._ranks.close()
 
-    def _load_reference(self) -> Reference | None:
+    @functools.cached_property
+    def _base_digest(self) -> str:
+        return base_digest(Path(self._spec.model))
+
+    def _load_reference(self, policy: Policy) -> Reference | None:
         if self._spec.config.reference.kind == "none":
             return None
+        if self._lora:
+            return Reference(policy, untrained=adapters_off)
         return load_reference(Path(self._spec.model), self._ranks, settings=self._spec.config.trainer)
 
     def _load_critic(self) -> TrainedCritic | None:
@@ -159,10 +181,11 @@ class RankTrainer:
 
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
-                         store=StoreTransport(Path(self._spec.store)))
+                         store=StoreTransport(Path(self._spec.store)), frozen=frozen_names(self._lm))
 
-    def _bits(self) -> Any:
-        return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype)
+    def _bits(self, *, anchor: bool = True) -> Any:
+        but = frozenset() if anchor else frozen_names(self._lm)
+        return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype, but=but)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         model = {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()}

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
-from asyncrl.errors import AsyncRLError, CheckpointError, ChildDied, RunAborted, StalenessError
+from asyncrl.errors import AsyncRLError, CheckpointError, ChildDied, ConfigError, RunAborted, StalenessError
+from asyncrl.lora_config import adapters_of, require_peft
 from asyncrl.metrics import Metrics
 from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths
@@ -33,7 +33,7 @@ from asyncrl.train.batch import offsets, pack
 from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.config import validated
 from asyncrl.train.correction_config import CorrectionConfig
-from asyncrl.train.export_form import SHARD_BYTES, ExportDtype, ExportForm
+from asyncrl.train.export_form import ADAPTER_FOLDER, SHARD_BYTES, ExportDtype, ExportForm
 from asyncrl.train.history import History, Saving, restore_request
 from asyncrl.train.publication import Publication
 from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
@@ -72,15 +72,18 @@ class Trainer:
         correction: "token_tis", "icepop", "none", the name of a preset, or a mapping with `kind`; must be chosen when data can be stale.
         loss: "decoupled_ppo", "ppo", "gspo", …, or a mapping with `kind`: those of docs/configuration.md.
         reference: "none", or a mapping with `kind`, "in_loss" or "in_reward": a KL to the model the run starts from.
+        lora: "none", or a mapping with `kind` lora: what adapters are trained in the model's stead. The engines are made with the same.
 
     Raises ConfigError before any process starts.
     """
 
     def __init__(self, model: str | Path, *, advantages: Any = "grpo", correction: Any = None, loss: Any = "decoupled_ppo",
-                 reference: Any = "none", **settings: Any) -> None:
+                 reference: Any = "none", lora: Any = "none", **settings: Any) -> None:
         self.model = model_folder(model)
         self.config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss,
-                                 "reference": reference})
+                                 "reference": reference, "lora": lora})
+        if adapters_of(self.config.lora):
+            require_peft()
         self.version = 0
         self._history = History()
         self._saving: Saving | None = None
@@ -228,10 +231,21 @@ class Trainer:
     async def export(self, path: str | Path, *, dtype: ExportDtype = "source", max_shard_bytes: int = SHARD_BYTES) -> None:
         """Write a Hugging Face folder of the current weights, in files of `max_shard_bytes` at most unless one tensor is larger.
 
-        It appears whole, in place of an older model folder at `path`. Raises NonFiniteError, ConfigError, CheckpointError.
+        Adapters are merged; with `lora.export_adapters` the folder has them apart too, in `adapter/`. It appears whole, in place of an
+        older model folder at `path`. Raises NonFiniteError, ConfigError, CheckpointError.
         """
         form = ExportForm(dtype, max_shard_bytes)
         await self._call("export", {"folder": str(path), "form": dataclasses.asdict(form)})
+        lora = adapters_of(self.config.lora)
+        if lora and lora.export_adapters:
+            await self.export_adapters(Path(path) / ADAPTER_FOLDER)
+
+    async def export_adapters(self, path: str | Path) -> None:
+        """Write the adapters alone, as `PeftModel.from_pretrained` reads them. Raises NonFiniteError, and ConfigError without any."""
+        if adapters_of(self.config.lora) is None:
+            raise ConfigError("lora.kind", value=self.config.lora.kind, allowed="lora, where adapters are to be exported",
+                              remedy="Export the model, or train with lora: {kind: lora, rank: 8}.")
+        await self._call("export_adapters", {"folder": str(path)})
 
     async def close(self) -> None:
         """End every rank. Safe to call twice, and before `start`.
@@ -323,14 +337,14 @@ class Trainer:
 
     async def _begin_saving(self, folder: Path, state: bytes) -> None:
         try:
-            with _disk_errors_named(folder):
+            with checkpoint_store.disk_errors_named(folder):
                 place = checkpoint_store.begin(folder)
                 replies = await self._call("save", {"folder": str(place)})
         except BaseException:
             checkpoint_store.abandon(folder)
             raise
         self._saving = Saving(folder, version=self.version, updates=replies[0].body["updates"], run_epoch=self._publication.run_epoch,
-                              state=state)
+                              state=state, model=replies[0].body["model"])
 
     async def _settle(self, *, wait: bool) -> bool:
         """Make the checkpoint whole that is being written, once it is; whether one became whole. A death of ranks costs it."""
@@ -347,7 +361,7 @@ class Trainer:
         saving = self._saving
         if saving is None:
             return False
-        with _disk_errors_named(saving.folder):
+        with checkpoint_store.disk_errors_named(saving.folder):
             replies = [reply.body for reply in await self._on_ranks("saved", {"wait": wait})]
             if not all(reply["done"] for reply in replies):
                 return False
@@ -382,12 +396,3 @@ class Trainer:
                              "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
         return StepResult(version=self.version, metrics=metrics, skipped=reply["skipped"], trained_tokens=reply["trained_tokens"],
                           masked_tokens=sampled_tokens - reply["trained_tokens"])
-
-
-@contextmanager
-def _disk_errors_named(folder: Path) -> Iterator[None]:
-    """What a full or broken disk does inside is a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error

@@ -6,11 +6,12 @@
 
 The snapshot is the previous *published* version, bit for bit as published, in one flat arena. A delta therefore always leads from
 one committed version to the next, whatever single engines hold; each catches up by applying the versions it missed in order.
+Frozen pieces are in anchors alone: nothing compares them, and no copy of them is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -31,12 +32,17 @@ _NO_INDICES = np.empty(0, np.int64)
 
 
 class Publisher:
-    """Publishes the pieces one rank holds. All ranks call with the same `version` and `base`; `merge` joins the results."""
+    """Publishes the pieces one rank holds. All ranks call with the same `version` and `base`; `merge` joins the results.
 
-    def __init__(self, pieces: Sequence[Piece], *, rank: int, store: StoreTransport, part_bytes: int = PART_BYTES) -> None:
+    `frozen` names tensors that never change: a delta is made without them.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], *, rank: int, store: StoreTransport, frozen: Collection[str] = (),
+                 part_bytes: int = PART_BYTES) -> None:
         self._pieces = tuple(pieces)
+        self._moving = tuple(piece for piece in pieces if piece.name not in frozen)
         self._rank, self._store, self._part_bytes = rank, store, part_bytes
-        self._snapshots = _arena(self._pieces)
+        self._snapshots = dict(zip((piece.name for piece in self._moving), _arena(self._moving), strict=True))
         self._hash_share = 0
         self._pending: RankPublication | None = None
         self.version: int | None = None
@@ -46,7 +52,7 @@ class Publisher:
         """Write what changed since `base` (everything when it is None) and return what `merge` needs.
 
         Args:
-            bits: the pieces this publisher was made with, in that order, each with its current bits, flat.
+            bits: the pieces this publisher was made with, in that order, each with its current bits, flat; of a delta, those not frozen.
             version: larger than the snapshot's.
             base: the snapshot's version, or None for an anchor.
 
@@ -58,7 +64,7 @@ class Publisher:
             raise WrongBase(f"a delta on version {base} cannot be made: the snapshot holds {self.version}")
         if self.version is not None and version <= self.version:
             raise WeightSyncError(f"version {version} cannot follow version {self.version}: versions only grow")
-        self._pending = self._write(self._checked(bits), version=version, base=base)
+        self._pending = self._write(self._checked(bits, self._pieces if base is None else self._moving), version=version, base=base)
         return self._pending
 
     def committed(self, version: int) -> None:
@@ -70,8 +76,9 @@ class Publisher:
         if pending is None or pending.version != version:
             raise WeightSyncError(f"version {version} is not pending, {None if pending is None else pending.version} is")
         parts = [self._store.open_part(part) for part in pending.parts]
-        runs = [run for piece, snapshot in zip(self._pieces, self._snapshots, strict=True) for _, run in _runs(piece, snapshot)]
-        for run, entry in zip(runs, pending.entries, strict=True):
+        origins = {piece.name: piece.start for piece in self._moving}
+        for entry in (entry for entry in pending.entries if entry.name in origins):
+            run = self._snapshots[entry.name][entry.start - origins[entry.name]:][:entry.length]
             payload = parts[entry.part][entry.offset:entry.offset + entry.bytes]
             changes = decode(payload, mode=entry.mode, dtype=entry.dtype, length=entry.length, count=entry.count)
             run[changes.selection] = changes.values
@@ -82,14 +89,15 @@ class Publisher:
         self._pending = None
 
     def adopt(self, bits: Iterable[tuple[Piece, Bits]], *, version: int) -> int:
-        """Take `bits` as the snapshot of `version`, already published and held by the engines: for a restarted trainer.
+        """Take `bits`, frozen ones too, as the snapshot of `version`, already published and held by the engines: for a restarted trainer.
 
         Returns the hash share; those of all ranks must add up to the manifest's state hash.
         """
         self._pending = None
         share = 0
-        for (piece, values), snapshot in zip(self._checked(bits), self._snapshots, strict=True):
-            snapshot[:] = values
+        for piece, values in self._checked(bits, self._pieces):
+            if piece.name in self._snapshots:
+                self._snapshots[piece.name][:] = values
             share += hash_bits(tensor_seed(piece.name, piece.dtype), values, start=piece.start)
         self.version, self._hash_share = version, share % MODULUS
         return self._hash_share
@@ -97,18 +105,22 @@ class Publisher:
     def anchor(self) -> RankPublication:
         """The snapshot's version once more, whole, for an engine that has no base. Changes nothing here; needs no commit.
 
-        Raises WeightSyncError before the first commit, when the snapshot is no longer what was published, or on a failed write.
+        Raises WeightSyncError before the first commit, with frozen pieces, when the snapshot is no longer what was published, or on a
+        failed write.
         """
         if self.version is None:
             raise WeightSyncError("there is no committed version to write an anchor of")
-        whole = self._write(zip(self._pieces, self._snapshots, strict=True), version=self.version, base=None)
+        if len(self._moving) < len(self._pieces):
+            raise WeightSyncError("of frozen pieces no copy is kept: publish an anchor of a new version")
+        whole = self._write(((piece, self._snapshots[piece.name]) for piece in self._pieces), version=self.version, base=None)
         if whole.hash_share != self._hash_share:
             raise WeightSyncError(f"the snapshot of version {self.version} was changed in memory: publish an anchor of a new version")
         return whole
 
-    def _checked(self, bits: Iterable[tuple[Piece, Bits]]) -> Iterator[tuple[Piece, Bits]]:
+    @staticmethod
+    def _checked(bits: Iterable[tuple[Piece, Bits]], pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Bits]]:
         given = iter(bits)
-        for piece in self._pieces:
+        for piece in pieces:
             got, values = next(given, (None, np.empty(0, np.uint8)))
             word = word_dtype(piece.dtype)
             if got != piece or values.shape != (piece.length,) or values.dtype != word:
@@ -123,14 +135,15 @@ class Publisher:
                           self._part_bytes)
         entries: list[TensorEntry] = []
         share = 0 if base is None else self._hash_share
-        for (piece, values), snapshot in zip(bits, self._snapshots, strict=True):
+        for piece, values in bits:
             seed = tensor_seed(piece.name, piece.dtype)
-            for start, old in _runs(piece, snapshot):
-                new = values[start - piece.start:][:len(old)]
+            for low in range(0, piece.length, ENTRY_ELEMENTS):
+                start, new = piece.start + low, values[low:low + ENTRY_ELEMENTS]
                 if base is None:
                     count, mode, payload = len(new), "dense", encode(new, _NO_INDICES, mode="dense")
                     share += hash_bits(seed, new, start=start)
                 else:
+                    old = self._snapshots[piece.name][low:low + ENTRY_ELEMENTS]
                     indices = changed_indices(new, old)
                     count = len(indices)
                     mode = smallest_mode(length=len(new), count=count, itemsize=new.itemsize)
@@ -178,9 +191,3 @@ def _arena(pieces: Sequence[Piece]) -> list[Bits]:
     arena = np.zeros(sum(sizes), np.uint8)
     ends = np.cumsum(sizes, dtype=np.int64)
     return [arena[end - size:end].view(word)[:piece.length] for piece, word, size, end in zip(pieces, words, sizes, ends, strict=True)]
-
-
-def _runs(piece: Piece, snapshot: Bits) -> Iterator[tuple[int, Bits]]:
-    """Stretches of a piece under one entry each: flat index in the tensor, and where the snapshot has it."""
-    for low in range(0, piece.length, ENTRY_ELEMENTS):
-        yield piece.start + low, snapshot[low:low + ENTRY_ELEMENTS]

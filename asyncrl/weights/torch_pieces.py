@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from asyncrl.adapters import checkpoint_name
 from asyncrl.errors import NonFiniteError, WeightSyncError
 from asyncrl.weights.codec import Bits
 from asyncrl.weights.manifest import Piece
@@ -29,8 +30,8 @@ _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by checkpoint name: what `save_pretrained` would keep, tied weights once; detached.
 
-    Of several names for one tensor it is the one transformers ties the others to, else the first. Raises WeightSyncError for state
-    that is no tensor.
+    Of several names for one tensor it is the one transformers ties the others to, else the first; what has adapters beside it keeps the
+    name it has in the model's own files. Raises WeightSyncError for state that is no tensor.
     """
     return {name: tensor.detach() for name, tensor in _checkpoint_state(model).items()}
 
@@ -42,18 +43,24 @@ def memory_targets(tensors: Mapping[str, Tensor]) -> dict[str, MemoryTarget]:
     return targets
 
 
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Checkpoint names of parameters that are not trained: they stay as they were when the model was loaded."""
+    return frozenset(name for name, tensor in _checkpoint_state(model).items()
+                     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+
+
 def local_pieces(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> tuple[Piece, ...]:
     """What this rank publishes of `model`, in the order of `local_bits`. Raises WeightSyncError for a layout without flat runs."""
     return tuple(piece for piece, _ in _local(model, rank=rank, dtype=dtype))
 
 
-def local_bits(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> Iterator[tuple[Piece, Bits]]:
-    """Each piece with its bits as published: parameters rounded to nearest even to `dtype`, buffers as they are.
+def local_bits(model: nn.Module, *, rank: int, dtype: PublishedDtype, but: Collection[str] = ()) -> Iterator[tuple[Piece, Bits]]:
+    """Each piece with its bits as published: parameters rounded to nearest even to `dtype`, buffers as they are; none of those in `but`.
 
     One tensor at a time; the arrays may share the model's memory and are to be used before the next one is drawn. Raises
     NonFiniteError, naming the tensor, rather than publish a NaN or an infinity.
     """
-    for piece, shard in _local(model, rank=rank, dtype=dtype):
+    for piece, shard in _local(model, rank=rank, dtype=dtype, but=but):
         values = shard.to(_published_dtype(piece.dtype))
         if values.is_floating_point() and not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):
             raise NonFiniteError(f"{piece.name} holds a value that is not finite as {piece.dtype}; it is not published")
@@ -81,11 +88,13 @@ def _checkpoint_state(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(state[name], Tensor):
             raise WeightSyncError(f"{name} is a {type(state[name]).__name__}, not a tensor: it cannot be published")
         first_names.setdefault(id(state[name]), name)
-    return {name: tensor for name, tensor in state.items() if first_names[id(tensor)] == name}
+    return {checkpoint_name(name): tensor for name, tensor in state.items() if first_names[id(tensor)] == name}
 
 
-def _local(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> Iterator[tuple[Piece, Tensor]]:
+def _local(model: nn.Module, *, rank: int, dtype: PublishedDtype, but: Collection[str] = ()) -> Iterator[tuple[Piece, Tensor]]:
     for name, tensor in _checkpoint_state(model).items():
+        if name in but:
+            continue
         cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         published = dtype_name(name, getattr(torch, dtype) if cast else tensor.dtype)
         start, shard = _shard(name, tensor.detach(), rank=rank)

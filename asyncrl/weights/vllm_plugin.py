@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,11 @@ from asyncrl.errors import WeightSyncError, describe_error
 from asyncrl.process import die_with_parent, peak_memory_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from asyncrl.lora_config import LoRA
     from asyncrl.weights.receiver import Receiver
+    from asyncrl.weights.targets import MemoryTarget
 
 VARIABLE = "ASYNCRL_VLLM"
 """Set, to anything, in the environment of every vLLM process that is ours."""
@@ -49,18 +52,24 @@ class WorkerExtension:
     vllm_config: Any
     device: Any
     asyncrl_receiver: Receiver | None = None
+    asyncrl_adapters: tuple[LoRA, Mapping[str, Tensor]] | None = None
+    """Which adapters, and what they hold as received; the engine loads them from a folder, under another name for every version."""
 
-    def asyncrl_prepare(self, folder: str, store: str) -> dict[str, Any]:
+    def asyncrl_prepare(self, folder: str, store: str, lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Find where each tensor of the model folder lies and prove that it holds the folder's value. Writes nothing.
 
         Gives `tensors` and `elements` that can be written, and the names the model's loader skips (`skipped`). Fails on engines whose
-        weights cannot be patched in place: several ranks, quantised, offloaded, packed, or with mixtures of experts on a CPU.
+        weights cannot be patched in place: several ranks, quantised, offloaded, packed, or with mixtures of experts on a CPU. With `lora`,
+        the fields of a `LoRA`, versions hold adapters beside the model.
         """
-        return _answer(lambda: self._asyncrl_prepare(Path(folder), Path(store)))
+        return _answer(lambda: self._asyncrl_prepare(Path(folder), Path(store), lora))
 
-    def asyncrl_apply(self, manifest_json: str) -> dict[str, Any]:
-        """Bring the model to a published version; gives its `state_hash`. Fails as `Receiver.apply` does."""
-        return _answer(lambda: self._asyncrl_apply(manifest_json))
+    def asyncrl_apply(self, manifest_json: str, adapters: str = "") -> dict[str, Any]:
+        """Bring the model to a published version; gives its `state_hash`. Fails as `Receiver.apply` does.
+
+        The version's adapters, where there are some, are written to the folder `adapters`.
+        """
+        return _answer(lambda: self._asyncrl_apply(manifest_json, adapters))
 
     def asyncrl_state(self) -> dict[str, Any]:
         """`version` and `state_hash` (None before the first version and while poisoned), `poisoned` and `peak_memory_bytes`."""
@@ -68,7 +77,7 @@ class WorkerExtension:
         return {"version": receiver and receiver.version, "state_hash": receiver and receiver.state_hash,
                 "poisoned": receiver.poisoned if receiver else "", "peak_memory_bytes": peak_memory_bytes()}
 
-    def _asyncrl_prepare(self, folder: Path, store: Path) -> dict[str, Any]:
+    def _asyncrl_prepare(self, folder: Path, store: Path, lora: Mapping[str, Any] | None) -> dict[str, Any]:
         from asyncrl.weights.base_proof import prove_base, saved_tensors
         from asyncrl.weights.receiver import Receiver
         from asyncrl.weights.routes import record_routes
@@ -78,17 +87,56 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         _refuse_unpatchable(model, config=self.vllm_config, device=self.device)
         tensors = saved_tensors(folder)
-        targets = record_routes(model, load=model.load_weights, tensors=tensors)
+        with _without_lora_layers(model):
+            targets = record_routes(model, load=model.load_weights, tensors=tensors)
         elements = prove_base(targets, folder=folder)
-        self.asyncrl_receiver = Receiver(targets, store=StoreTransport(store))
+        room = self._asyncrl_room(folder, lora) if lora else {}
+        self.asyncrl_receiver = Receiver({**targets, **room}, store=StoreTransport(store))
         return {"tensors": len(targets), "elements": elements, "skipped": [name for name in tensors if name not in targets]}
 
-    def _asyncrl_apply(self, manifest_json: str) -> dict[str, Any]:
+    def _asyncrl_room(self, folder: Path, settings: Mapping[str, Any]) -> dict[str, MemoryTarget]:
+        """Memory that receives adapters, in the dtype of the engine."""
+        import torch
+
+        from asyncrl.adapters import adapter_shapes
+        from asyncrl.lora_config import LoRA
+        from asyncrl.weights.torch_pieces import memory_targets
+
+        lora = LoRA.model_validate(settings)
+        held = {name: torch.zeros(shape, dtype=self.vllm_config.model_config.dtype) for name, shape in adapter_shapes(folder, lora).items()}
+        self.asyncrl_adapters = lora, held
+        return memory_targets(held)
+
+    def _asyncrl_apply(self, manifest_json: str, adapters: str) -> dict[str, Any]:
         from asyncrl.weights.manifest import Manifest
 
         if self.asyncrl_receiver is None:
             raise WeightSyncError("the engine was not prepared for weight sync")
-        return {"state_hash": self.asyncrl_receiver.apply(Manifest.from_json(manifest_json))}
+        state_hash = self.asyncrl_receiver.apply(Manifest.from_json(manifest_json))
+        if self.asyncrl_adapters is not None:
+            from asyncrl.adapters import save_adapters
+
+            lora, held = self.asyncrl_adapters
+            save_adapters(held, Path(adapters), config=lora, base=self.vllm_config.model_config.model)
+        return {"state_hash": state_hash}
+
+
+@contextmanager
+def _without_lora_layers(model: nn.Module) -> Iterator[None]:
+    """Inside, layers are those that vLLM put its LoRA layers round: its loader looks for parameters by the names those have alone."""
+    wrapped = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("WithLoRA")]
+    try:
+        for name, module in wrapped:
+            _put(model, name, module.base_layer)
+        yield
+    finally:
+        for name, module in wrapped:
+            _put(model, name, module)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

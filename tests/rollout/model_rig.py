@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from asyncrl.adapters import add_adapters
+from asyncrl.lora_config import LoRA
 from asyncrl.paths import RunPaths
 from asyncrl.records import joined
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.torch_pieces import PublishedDtype, bits_of, checkpoint_tensors, local_bits, local_pieces
+from asyncrl.weights.torch_pieces import PublishedDtype, bits_of, checkpoint_tensors, frozen_names, local_bits, local_pieces
 from tests.rollout.engine_contract import Written
 from tests.tiny_model import make_tiny_model
 
@@ -70,10 +72,11 @@ class PublishedModel:
         return torch.cat(found)
 
 
-def publish_model(root: Path, *, dtype: PublishedDtype = "float32", **made: Any) -> PublishedModel:
+def publish_model(root: Path, *, dtype: PublishedDtype = "float32", lora: LoRA | None = None, **made: Any) -> PublishedModel:
     """A model whose own generation config would bend the distribution and names one of its two end tokens.
 
-    Published in `dtype`; `made` goes to `make_tiny_model`. Attention heads have 32 elements, the least that vLLM serves on a CPU.
+    Published in `dtype`; with `lora` the versions differ in their adapters; `made` goes to `make_tiny_model`.
+    Attention heads have 32 elements, the least that vLLM serves on a CPU.
     """
     torch.set_num_threads(1)  # more threads only get in each other's way on a model of this size
     folder = make_tiny_model(root / "model", vocab=VOCAB, hidden=128, **made)
@@ -83,22 +86,29 @@ def publish_model(root: Path, *, dtype: PublishedDtype = "float32", **made: Any)
     paths.make()
     store = StoreTransport(paths.weights)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    publisher = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store)
+    if lora:
+        add_adapters(model, lora)
+    frozen = frozen_names(model)
+    publisher = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store, frozen=frozen)
     versions, manifests = [], {}
     generator = torch.Generator().manual_seed(3)
     for version in range(3):
         base = version - 1 if version else None
         if version:
             _change(model, generator)
-        publication = publisher.publish(local_bits(model, rank=0, dtype=dtype), version=version, base=base)
+        bits = local_bits(model, rank=0, dtype=dtype, but=frozen if version else ())
+        publication = publisher.publish(bits, version=version, base=base)
         manifests[version, base] = merge([publication], run_epoch=0, version=version, base=base)
         store.commit(manifests[version, base])
         publisher.committed(version)
         versions.append(copy.deepcopy(model).eval())
-    manifests[2, None] = merge([publisher.anchor()], run_epoch=0, version=2, base=None)
-    model.model.norm.weight.data[0] = torch.nan
+    anchors = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store)
+    publication = anchors.publish(local_bits(model, rank=0, dtype=dtype), version=2, base=None)
+    manifests[2, None] = merge([publication], run_epoch=0, version=2, base=None)
+    broken = [parameter for parameter in model.model.parameters() if parameter.requires_grad][-1]
+    broken.data.view(-1)[0] = torch.nan
     bits = [(piece, bits_of(tensor.to(getattr(torch, dtype)))) for piece, tensor in
-            zip(local_pieces(model, rank=0, dtype=dtype), checkpoint_tensors(model).values(), strict=True)]
+            zip(local_pieces(model, rank=0, dtype=dtype), checkpoint_tensors(model).values(), strict=True) if piece.name not in frozen]
     manifests[3, 2] = merge([publisher.publish(bits, version=3, base=2)], run_epoch=0, version=3, base=2)
     return PublishedModel(folder, paths, tuple(versions), manifests)
 
@@ -111,6 +121,6 @@ def prompts(count: int) -> list[NDArray[np.int32]]:
 
 @torch.no_grad()
 def _change(model: PreTrainedModel, generator: torch.Generator) -> None:
-    for parameter in model.parameters():
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         chosen = torch.rand(parameter.shape, generator=generator) < 0.2
         parameter.add_(chosen * torch.randn(parameter.shape, generator=generator) * 0.1)

@@ -152,3 +152,41 @@ def check_one_rank_loads_what_two_saved(model: Path, folder: Path) -> None:
     one = whole_tensors(folder / "alone")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks_are_those_of_one(tiny: Path, tmp_path: Path) -> None:
+    """Gradients, publications, recovery of a killed rank, and the merged export; a new rank has the frozen model from its folder."""
+    lora = {"kind": "lora", "rank": 3}
+    published: dict[int, list[int]] = {}
+
+    def use(processes: int) -> Callable[[Trainer], Awaitable[None]]:
+        async def main(trainer: Trainer) -> None:
+            hashes = [(await trainer.publish()).state_hash]
+            for version in range(2):
+                await trainer.step(random_batch(version, version=version))
+                if version == 0:
+                    await trainer.save(tmp_path / f"first-{processes}")
+                hashes.append((await trainer.publish()).state_hash)
+            if processes == 2:
+                os.kill(trainer._ranks._children[1].pid, signal.SIGKILL)
+                assert (await trainer.publish()).state_hash == hashes[-1]
+            await trainer.save(tmp_path / f"saved-{processes}")
+            await trainer.export(tmp_path / f"model-{processes}")
+            published[processes] = hashes
+        return main
+
+    for processes in (1, 2):
+        with_ranks(tiny, tmp_path / str(processes), use(processes), processes=processes, lora=lora)
+    assert published[1][0] == published[2][0]
+    one, two = (whole_tensors(tmp_path / f"first-{processes}") for processes in (1, 2))
+    assert set(one) == set(two)
+    assert all(".lora_" in name for name in one)
+    largest = max(float(tensor.abs().max()) for name, tensor in one.items() if name.startswith("exp_avg/"))
+    assert largest > 0
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-6 * (largest if name.startswith("exp_avg/") else 1))
+    one, two = (load_file(tmp_path / f"model-{processes}" / "model.safetensors") for processes in (1, 2))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
+    assert set(one) == set(load_file(tiny / "model.safetensors"))

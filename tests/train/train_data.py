@@ -51,9 +51,10 @@ def random_batch(seed: int, *, version: int = 0, groups: int = 4, group_size: in
 
 
 def inline_rank(model: Path, store: Path, *, advantages: object = "grpo", correction: object = "token_tis", loss: object = "decoupled_ppo",
-                reference: object = "none", **settings: object) -> RankTrainer:
+                reference: object = "none", lora: object = "none", **settings: object) -> RankTrainer:
     settings = {"learning_rate": 1e-2, "processes": 0, "max_grad_norm": 1e9, **settings}
-    config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss, "reference": reference})
+    config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss, "reference": reference,
+                        "lora": lora})
     return RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, store=str(store), published_dtype="bfloat16",
                                 config=config))
 

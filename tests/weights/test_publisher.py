@@ -155,7 +155,7 @@ def test_an_anchor_of_the_committed_version_can_be_written_at_any_time(rig):
 
 def test_a_snapshot_changed_in_memory_is_noticed(rig):
     rig.publish(0, base=None)
-    rig.publisher._snapshots[0][5] ^= 1
+    next(iter(rig.publisher._snapshots.values()))[5] ^= 1
     with pytest.raises(WeightSyncError, match="changed in memory"):
         rig.publisher.anchor()
 
