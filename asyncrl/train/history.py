@@ -23,7 +23,7 @@ class Saving:
     updates: int
     run_epoch: int
     state: bytes
-    model: str
+    model: str = ""
     """See `CheckpointManifest.model`."""
 
     def commit(self, replies: Sequence[Mapping[str, Any]]) -> None:

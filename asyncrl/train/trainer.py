@@ -344,7 +344,7 @@ class Trainer:
             checkpoint_store.abandon(folder)
             raise
         self._saving = Saving(folder, version=self.version, updates=replies[0].body["updates"], run_epoch=self._publication.run_epoch,
-                              state=state, model=replies[0].body["model"])
+                              state=state, model=replies[0].body.get("model", ""))
 
     async def _settle(self, *, wait: bool) -> bool:
         """Make the checkpoint whole that is being written, once it is; whether one became whole. A death of ranks costs it."""
