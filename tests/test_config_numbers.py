@@ -126,7 +126,7 @@ def outcome(name: str, value: Any) -> str:
 @pytest.mark.parametrize("label", SENSELESS)
 def test_what_makes_no_sense_is_refused_and_the_rest_is_known(label: str) -> None:
     accepted = {name for name in NUMBERS if outcome(name, SENSELESS[label]) == "accepted"}
-    known = [of_sections.get(label, set()) for of_sections in (ACCEPTED, algorithm_flips.ACCEPTED, lora_flips.ACCEPTED, optimizer_flips.ACCEPTED)]
+    known = [taken.get(label, set()) for taken in (ACCEPTED, *(flips.ACCEPTED for flips in (algorithm_flips, lora_flips, optimizer_flips)))]
     assert accepted == set().union(*known)
 
 

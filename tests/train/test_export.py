@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.channel import Request
 from asyncrl.errors import CheckpointError, ConfigError, NonFiniteError
 from asyncrl.paths import RunPaths
-from asyncrl.train import export
+from asyncrl.train import export, lora
 from asyncrl.train.attention import PACKED
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.trainer import Trainer
@@ -100,7 +100,7 @@ def test_shards_hold_every_weight_once_and_no_more_than_asked_for(model: str, mo
 
 def test_no_more_than_a_shard_and_a_tensor_is_held_at_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most_bytes, held, largest = 20_000, 0, 0
-    gather, save_file = export.whole, export.save_file
+    gather, save_file = lora.whole, export.save_file
 
     def gathered(tensor: Tensor) -> Tensor:
         nonlocal held, largest
@@ -114,7 +114,7 @@ def test_no_more_than_a_shard_and_a_tensor_is_held_at_once(tiny: Path, tmp_path:
         save_file(shard, file, **settings)
 
     rank = inline_rank(tiny, tmp_path / "store")
-    monkeypatch.setattr(export, "whole", gathered)
+    monkeypatch.setattr(lora, "whole", gathered)
     monkeypatch.setattr(export, "save_file", saved)
     export_to(rank, tmp_path / "export", max_shard_bytes=most_bytes)
     assert held == 0
