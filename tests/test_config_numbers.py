@@ -80,7 +80,7 @@ ACCEPTED: dict[str, set[str]] = {
     "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "zero_variance_tolerance"), "env.memory_bytes",
               *under("engine.inline", "context_tokens", "max_batch_requests"),
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
-              *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature",
+              *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature", "sampling.top_k",
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
               *(f"advantages.{kind}.overlong.soft.weight" for kind in SHAPED),
               *under("advantages.gae.critic", "epochs", "max_grad_norm", "value_clip", "warm_up_steps"),

@@ -188,7 +188,7 @@ class RankTrainer:
         return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype, but=but)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        model = {f"model/{name}": tensor for name, tensor in checkpoint_tensors(self._lm).items()}
+        model = {f"model/{name}": tensor for name, tensor in trained_tensors(self._lm).items()}
         critic = {} if self._trainee.critic is None else self._trainee.critic.tensors()
         return model | self._trainee.optimizer.moments() | self._trainee.rate_scale.tensors() | critic
 
