@@ -11,6 +11,8 @@ from asyncrl.config import RunConfig, dump_config
 from asyncrl.correction.formula import kept_text, weight_text
 from asyncrl.rollout.task_config import SetsEval
 from asyncrl.task import build_eval_sets, most_new_tokens
+from asyncrl.train.advantages_config import GAE
+from asyncrl.train.reference_config import InLoss, NoReference
 from asyncrl.training import processes_of
 
 _MOST_SHOWN = 6
@@ -30,7 +32,7 @@ def _a_step(config: RunConfig) -> list[str]:
         f"batch: {groups} groups of {size}, {rollouts:,} rollouts, at most {rollouts * most_new_tokens(config):,} sampled tokens",
         f"updates: {_plural(trainer.updates_per_step, 'update')} a step, {groups // trainer.minibatches_per_step} groups each "
         f"(minibatches {trainer.minibatches_per_step} × epochs {trainer.epochs})",
-        *_corrected(config), *_staleness(config)]
+        *_corrected(config), *_beside_the_policy(config), *_staleness(config)]
 
 
 def _corrected(config: RunConfig) -> list[str]:
@@ -45,6 +47,20 @@ def _corrected(config: RunConfig) -> list[str]:
     kept = " and divided by" if correction.denominator == "kept" else ""
     return [f"correction: weight {weight_text(correction)} with r = proximal / rollout; kept{kept}: {kept_text(correction)}",
             f"proximal logprobs: {proximal}"]
+
+
+def _beside_the_policy(config: RunConfig) -> list[str]:
+    """The models that a trainer holds beside the one it trains."""
+    rows, reference = [], config.reference
+    if not isinstance(reference, NoReference):
+        place = f"in the loss, {reference.estimator}" if isinstance(reference, InLoss) else "in the reward"
+        rows.append(f"reference: the initial model, a forward over the batch a step; KL {place}, times {reference.coefficient:g}")
+    if isinstance(config.advantages, GAE):
+        critic = config.advantages.critic
+        alone = f"; alone in the first {_plural(critic.warm_up_steps, 'step')}" if critic.warm_up_steps else ""
+        rows.append(f"critic: a model of its own, a forward over the batch and "
+                    f"{_plural(config.trainer.minibatches_per_step * critic.epochs, 'update')} a step{alone}")
+    return rows
 
 
 def _staleness(config: RunConfig) -> list[str]:

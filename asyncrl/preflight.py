@@ -33,9 +33,11 @@ from asyncrl.rollout.vllm_engine import require_vllm
 from asyncrl.run_state import Resume
 from asyncrl.task import build_sampling, env_sections, eval_sections, held_out, load_rewards, most_new_tokens, placed, prompt_sections
 from asyncrl.tokenizer import Tokenizer
+from asyncrl.train.advantages_config import GAE
 from asyncrl.train.history import KEPT_CHECKPOINTS
 from asyncrl.train.prepare import cache_key
 from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelFunction
+from asyncrl.train.reference_config import NoReference
 from asyncrl.training import build_engine
 from asyncrl.types import Prompt
 
@@ -57,7 +59,7 @@ class Sizes:
     shared_bytes: int
     """Two versions of the published weights, and the batches since a checkpoint: a rank that dies is given them again."""
     memory_bytes: int
-    """Parameters, gradients and optimizer of the trainer, parameters and cache of the engine."""
+    """Parameters, gradients and optimizer of the policy and its critic, the reference, parameters and cache of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,12 @@ def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
     every = config.trainer.checkpoint_every_steps
     checkpoints = min(KEPT_CHECKPOINTS, config.run.steps // every if every else 0) + 1
     batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * _TOKEN_BYTES
-    held = _MASTER_BYTES + _OPTIMIZER_BYTES + _GRADIENT_BYTES + _ITEM_BYTES[config.engine.dtype]
+    trained = 2 if isinstance(config.advantages, GAE) else 1
+    saved = trained * (_MASTER_BYTES + _OPTIMIZER_BYTES)
+    reference = 0 if isinstance(config.reference, NoReference) else _MASTER_BYTES
+    held = saved + trained * _GRADIENT_BYTES + reference + _ITEM_BYTES[config.engine.dtype]
     exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1
-    return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * (_MASTER_BYTES + _OPTIMIZER_BYTES),
+    return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * saved,
                  shared_bytes=2 * size.parameters * _ITEM_BYTES[config.weights.dtype] + _kept_batches(config) * batch,
                  memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
 

@@ -105,6 +105,13 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     assert 0 < weights_bytes - 4 * parameters < 10_000  # the header
     assert sizes.disk_bytes == 4 * parameters + 12 * parameters
     assert sizes.memory_bytes == 20 * parameters
+    scene.set("reference", {"kind": "in_loss", "coefficient": 0.1})
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).memory_bytes == 24 * parameters
+    scene.set("advantages", {"kind": "gae"})
+    beside = needs_of(parse_config(scene.tree, base=scene.folder))
+    assert (beside.memory_bytes, beside.disk_bytes) == (40 * parameters, 4 * parameters + 24 * parameters)
+    assert beside.shared_bytes == sizes.shared_bytes
+    scene.set("advantages", {"kind": "grpo"})
     scene.set("eval", {"kind": "sets", "sets": {"held_out": {"prompts": {"kind": "function", "function": "task.py:questions"}}}})
     assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 3 * 4 * parameters + 12 * parameters
     scene.set("eval.best", {"kind": "none"})
