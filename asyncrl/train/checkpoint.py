@@ -106,8 +106,8 @@ def _require_whole(tensors: Mapping[str, Tensor], reader: HuggingFaceStorageRead
 
 
 def _remedy(name: str) -> str:
-    """State of the optimizer, beside the model's, depends on settings."""
-    if name.startswith("model/"):
+    """State of the optimizer depends on settings."""
+    if not name.startswith(("exp_avg", "learning_rate_scale/")):
         return ""
     if name.startswith("critic/"):
         return ": set advantages, which have a critic with gae alone, as they were when it was saved"

@@ -127,9 +127,8 @@ class Optimizer:
               amsgrad=False, beta1=self._config.betas[0], beta2=self._config.betas[1], lr=learning_rate * share[0].factor,
               weight_decay=share[0].weight_decay, eps=self._config.eps, maximize=False)
         if visiting is not moments:
-            for at_home, visitors in zip(moments, visiting, strict=True):
-                # Waited for: the next step, or a checkpoint, may read them from the CPU.
-                torch._foreach_copy_(at_home, visitors)
+            for at_home, visitor in zip(itertools.chain(*moments), itertools.chain(*visiting), strict=True):
+                at_home.copy_(visitor)  # waits: a checkpoint may read them from the CPU
 
     def _is_fused(self, device: torch.device) -> bool:
         if self._config.adamw == "fused" and device.type not in _FUSED_DEVICES:

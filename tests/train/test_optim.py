@@ -9,6 +9,7 @@ from asyncrl.train import optim
 from asyncrl.train.config import validated
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.parallel import Ranks
+from tests.devices import DEVICES
 
 ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"), mesh=None)
 
@@ -78,27 +79,31 @@ def test_weight_decay_is_for_matrices() -> None:
     assert vector.item() - matrix.item() == pytest.approx(0.1 * 0.5)
 
 
-def three_steps(**settings: object) -> tuple[dict[str, nn.Parameter], Optimizer]:
+def three_steps(device: str = "cpu", **settings: object) -> tuple[dict[str, nn.Parameter], Optimizer]:
     """The same gradients for whatever settings: of a matrix, a vector, and a matrix too large to visit with another."""
     random = torch.Generator().manual_seed(0)
     shapes = {"a": (7, 5), "b": (9,), "c": (16, 16)}
-    parameters = {name: nn.Parameter(torch.randn(shape, generator=random)) for name, shape in shapes.items()}
-    optimizer = optimizer_of(parameters, weight_decay=0.1, **settings)
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=random).to(device)) for name, shape in shapes.items()}
+    ranks = Ranks(rank=0, world_size=1, device=torch.device(device), mesh=None)
+    optimizer = Optimizer(parameters, config=validated({"trainer": {"learning_rate": 0.1, "weight_decay": 0.1, **settings}}).trainer,
+                          ranks=ranks)
     for version in range(3):
         for parameter in parameters.values():
-            parameter.grad = torch.randn(parameter.shape, generator=random)
+            parameter.grad = torch.randn(parameter.shape, generator=random).to(device)
         optimizer.update(version=version)
     return parameters, optimizer
 
 
-def test_offloaded_moments_visit_the_device_in_parts_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_moments_visit_the_device_in_parts_and_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim, "VISITING_BYTES", 512)
-    expected, plain = three_steps()
-    found, offloaded = three_steps(offload_optimizer=True)
+    expected, plain = three_steps(device)
+    found, offloaded = three_steps(device, offload_optimizer=True)
     assert [[each.parameter.shape for each in share] for share in offloaded._shares(list(offloaded._trained.values()))] == [
         [(9,)], [(7, 5)], [(16, 16)]]
     assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
-    assert all(torch.equal(offloaded.moments()[name], moment) for name, moment in plain.moments().items())
+    assert all(torch.equal(offloaded.moments()[name], moment.cpu()) for name, moment in plain.moments().items())
+    assert all(moment.is_pinned() == (device == "cuda") for moment in offloaded.moments().values())
     assert all(moment.abs().min() > 0 for moment in plain.moments().values())
 
 
