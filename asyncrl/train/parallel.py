@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.train.layers import layers_of
@@ -78,6 +78,13 @@ def shard(model: Body, ranks: Ranks, *, compute_dtype: torch.dtype, settings: Sh
     fully_shard(model, mesh=ranks.mesh, mp_policy=mixed)
     if settings.prefetch_layers:
         _prefetch([model, *layers], depth=settings.prefetch_layers)
+
+
+def release(model: nn.Module) -> None:
+    """Give back what a forward without a backward pass leaves gathered: the root's weights, and with `reshard_after_forward` off all."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _prefetch(order: list[nn.Module], *, depth: int) -> None:

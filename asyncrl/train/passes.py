@@ -11,6 +11,7 @@ from torch import Tensor
 
 from asyncrl.train.minibatch import Minibatch
 from asyncrl.train.model import ForwardInputs
+from asyncrl.train.parallel import release
 from asyncrl.train.trainee import Trainee
 
 
@@ -49,12 +50,18 @@ def reference_logprobs(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Te
     if reference is None:
         return None
     with reference.untrained(reference.policy):
-        return _of_every_token(trainee, minibatches, lambda inputs: reference.policy(inputs)[0])
+        logprobs = _of_every_token(trainee, minibatches, lambda inputs: reference.policy(inputs)[0])
+    release(reference.policy)
+    return logprobs
 
 
 def critic_values(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor | None:
     """[T] of the critic; None without one."""
-    return None if trainee.critic is None else _of_every_token(trainee, minibatches, trainee.critic.model)
+    if trainee.critic is None:
+        return None
+    values = _of_every_token(trainee, minibatches, trainee.critic.model)
+    release(trainee.critic.model)
+    return values
 
 
 @torch.no_grad()

@@ -28,11 +28,11 @@ class OneRank:
         self.device, self._folder, self._patch, self._starts = device, folder, patch, 0
 
     @contextmanager
-    def trainer(self, model: Path, **settings: object) -> Iterator[RankTrainer]:
-        """A started rank; its group is left at the end."""
+    def trainer(self, model: Path, *, algorithm: dict[str, object] | None = None, **settings: object) -> Iterator[RankTrainer]:
+        """A started rank, `algorithm` being the sections beside the trainer's; its group is left at the end."""
         self._starts += 1
         config = validated({"trainer": {"learning_rate": 1e-2, "max_grad_norm": 1e9, "processes": 1, **settings}, "advantages": "grpo",
-                            "correction": "token_tis", "loss": "decoupled_ppo"})
+                            "correction": "token_tis", "loss": "decoupled_ppo", **(algorithm or {})})
         with self._patch.context() as patch:
             if self.device == "cpu":
                 patch.setattr(parallel.torch.cuda, "is_available", lambda: False)
