@@ -122,6 +122,9 @@ def test_two_ranks_equal_one_and_survive_the_death_of_either(tiny: Path, tmp_pat
         return Batch(version=version, groups=unequal_batch().groups)
 
     with_ranks(tiny, tmp_path, use, processes=2, microbatch_tokens=100)
+    logs = [path.read_text(encoding="utf-8") for path in (tmp_path / "run" / "logs").glob("trainer-*")]
+    assert len(logs) >= 2
+    assert all("attention: sdpa, no flash: flash needs a GPU" in log for log in logs)
     check_first_step_against_one_rank(tiny, tmp_path)
     check_one_rank_loads_what_two_saved(tiny, tmp_path)
 
