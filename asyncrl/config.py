@@ -17,7 +17,16 @@ from asyncrl.buffer.config import BufferConfig
 from asyncrl.errors import ConfigError
 from asyncrl.lora_config import NO_LORA, LoRAConfig
 from asyncrl.overrides import apply_overrides, parse_overrides
-from asyncrl.pairs import check_deadline, check_deterministic, check_engine, check_evaluation, check_mixture, check_overlong, check_pairs
+from asyncrl.pairs import (
+    check_deadline,
+    check_deterministic,
+    check_engine,
+    check_evaluation,
+    check_mixture,
+    check_overlong,
+    check_pairs,
+    check_routing_replay,
+)
 from asyncrl.recipe_files import find_recipe
 from asyncrl.references import resolve_references
 from asyncrl.rollout.config import EngineConfig, SamplingConfig
@@ -129,6 +138,7 @@ class RunConfig(Section):
         sampling = self.sampling.build()
         sampling.check(for_training=True, kept_sets=True)  # check_engine asks the engine for them
         check_engine(self.engine, sampling=sampling, weights=self.weights, lora=self.lora)
+        check_routing_replay(self.training, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)})
         check_deadline(self.env, buffer=self.buffer)
         check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)
         if self.run.deterministic:

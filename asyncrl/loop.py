@@ -31,7 +31,7 @@ from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
 from asyncrl.meter import Meter
 from asyncrl.observer import AsideRollouts, Observer
-from asyncrl.pairs import check_deterministic, check_pairs
+from asyncrl.pairs import check_deterministic, check_pairs, check_routing_replay
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
 from asyncrl.rollout.engine import Engine, Interruption, require_adapters
@@ -80,6 +80,7 @@ class Run:
         for part in self.engines:
             require_adapters(part.capabilities, trainer.config.lora, engine=part.name)
         check_sets(self.options.eval_sets, engines=self.engines)
+        check_routing_replay(trainer.config, engines={part.name: part.capabilities for part in self.engines})
         if self.options.deterministic:
             check_deterministic(buffer.config, engines={part.name: part.capabilities for part in self.engines},
                                 goes_by_rewards=prompts.goes_by_rewards)

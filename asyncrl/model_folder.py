@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""Names in config.json; families have one of each, or none."""
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
@@ -29,6 +33,13 @@ def model_folder(model: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise ConfigError("model", value=str(model), allowed="a folder that holds config.json, or a Hugging Face id that can be fetched",
                           remedy=f"No such folder is here, and fetching it as an id failed: {type(error).__name__}: {error}") from error
+
+
+def expert_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Experts of a layer, and of a token, by a model's configuration; None without experts."""
+    experts, of_token = (next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+                         for names in (_EXPERTS, _EXPERTS_OF_A_TOKEN))
+    return (experts, of_token) if experts and of_token else None
 
 
 @contextmanager

@@ -39,6 +39,16 @@ def check_engine(engine: EngineConfig, *, sampling: Sampling, weights: WeightsCo
     require(capabilities, sampling, Interruption(weights.interruption), engine=engine.kind)
 
 
+def check_routing_replay(training: TrainConfig, *, engines: Mapping[str, Capabilities]) -> None:
+    """Raise ConfigError when experts are to be replayed that an engine does not record."""
+    if not training.trainer.routing_replay:
+        return
+    for engine, capabilities in engines.items():
+        if not capabilities.routed_experts:
+            raise ConfigError("trainer.routing_replay, engine.kind", value=(True, engine), allowed="engines that record routed experts",
+                              remedy="Take the engine transformers or inline, or leave trainer.routing_replay out.")
+
+
 def check_evaluation(evaluation: SetsEval, *, env: SingleTurnConfig, sampling: Sampling, engine: EngineConfig, buffer: BufferConfig,
                      weights: WeightsConfig) -> None:
     """Raise ConfigError when evaluations fall between published versions, a set needs what this kind of engine lacks, or its rewards

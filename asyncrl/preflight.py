@@ -199,6 +199,9 @@ def _model_at_hand(config: RunConfig) -> Path | None:
 def _check_engine(config: RunConfig, folder: Path) -> int:
     """The context of the engine, in tokens. Raises ConfigError for what it cannot do."""
     engine = build_engine(config, model=folder)
+    if config.trainer.routing_replay and not read_facts(folder).has_experts:
+        raise ConfigError("trainer.routing_replay, model", value=(True, str(folder)), allowed="a mixture of experts",
+                          remedy="config.json names no experts: leave trainer.routing_replay out.")
     check_sampling(build_sampling(config, others=()), engines=[engine], interruption=Interruption(config.weights.interruption))
     return engine.capabilities.context_tokens
 

@@ -47,6 +47,7 @@ from asyncrl.types import Batch, Prompt, Status
 from tests.buffer.buffer_fakes import rollout as buffer_rollout
 from tests.rollout.model_rig import PublishedModel
 from tests.test_sync import Publishing
+from tests.tiny_moe import make_tiny_moe
 from tests.train.train_data import random_batch
 
 TIMES = ("train/step_s/last",)
@@ -175,6 +176,16 @@ def buffer_story(config: RunConfig, scene: Scene) -> object:
 def trained_on_equal_rewards(config: RunConfig, scene: Scene) -> object:
     """As `trained`, on groups that are all equally good once the policy has moved."""
     return trained(config, scene, later_rewards=1.0)
+
+
+def routed(config: RunConfig, scene: Scene) -> object:
+    """What the engine is asked to record, and metrics of a step of a mixture of experts."""
+    model = make_tiny_moe(scene.paths.root / "moe")
+    settings = config.training.model_copy(update={"trainer": config.trainer.model_copy(update={"processes": 0, "dtype": "auto"})})
+    rank = RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),
+                                published_dtype="float32", config=settings))
+    outcome = train_step(rank._trainee, pack(random_batch(0)))
+    return {name: value for name, value in outcome.metrics.result().items() if name not in TIMES}, config.training.wanted
 
 
 def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = None) -> object:

@@ -223,6 +223,12 @@ def test_sampling_from_a_kept_set_is_for_engines_that_record_it(name, value):
     assert "every importance ratio would be off by the kept mass" in error.remedy
 
 
+def test_experts_are_replayed_of_engines_that_record_them():
+    for kind in ("transformers", "inline"):
+        assert parsed(trainer__routing_replay=True, engine={"kind": kind}).training.wanted.routed_experts
+    assert refused(trainer__routing_replay=True, engine={"kind": "vllm"}).field == "trainer.routing_replay, engine.kind"
+
+
 @pytest.mark.parametrize(("override", "read", "value"), [
     ("trainer.learning_rate=1e-4", lambda c: c.trainer.learning_rate, 1e-4),
     ("trainer.betas=[0.8, 0.9]", lambda c: c.trainer.betas, (0.8, 0.9)),

@@ -143,6 +143,7 @@ FLIPS: dict[str, Flip] = {
         "kind": {"kind": "soft", "max_tokens": 8, "cache_tokens": 4}, "soft.max_tokens": 9, "soft.cache_tokens": 3,
         "soft.weight": 0.5}.items()},
     **algorithm_flips.FLIPS, **lora_flips.FLIPS, **optimizer_flips.FLIPS,
+    "trainer.routing_replay": flip(True, see.routed),
     "trainer.processes": flip(2, see.supervised_ranks), "trainer.threads": flip(2, see.trained),
     "trainer.learning_rate": flip(1e-3, see.trained), "trainer.schedule.kind": flip({"kind": "cosine", "total_steps": 3}, see.trained),
     "trainer.schedule.constant.warm_up_steps": flip(2, see.trained),

@@ -70,7 +70,8 @@ class InlineEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True, kept_sets=True, lora="shared")
+            stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True, kept_sets=True,
+            routed_experts=True, lora="shared")
 
 
 class TransformersEngineConfig(Section):
@@ -110,7 +111,8 @@ class TransformersEngineConfig(Section):
         """What this engine can do with a model of this context."""
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
-            stop_strings=False, bit_reproducible=False, context_tokens=context_tokens, truncates=True, kept_sets=True, lora="shared")
+            stop_strings=False, bit_reproducible=False, context_tokens=context_tokens, truncates=True, kept_sets=True,
+            routed_experts=True, lora="shared")
 
 
 class VLLMEngineConfig(Section):

@@ -24,6 +24,7 @@ from asyncrl.weights.manifest import Manifest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from asyncrl.expert_routing import Routing
     from asyncrl.rollout.inline_wave import Row, Wave
     from asyncrl.weights.receiver import Receiver
 
@@ -43,6 +44,7 @@ class InlineEngine:
         self._facts = read_facts(model, context_tokens=self._config.context_tokens)
         self.capabilities = self._config.capabilities(context_tokens=self._facts.context_tokens).serving(self._lora)
         self._model: PreTrainedModel | None = None
+        self._routing: Routing | None = None
         self._receiver: Receiver | None = None
         self._runner: asyncio.Task[None] | None = None
         self._waiting: deque[Row] = deque()
@@ -56,12 +58,13 @@ class InlineEngine:
 
     async def start(self, paths: RunPaths) -> None:
         """Load the model. The engine is paused, and holds no version, until an anchor is applied."""
-        from asyncrl.rollout.loaded_model import load_model
+        from asyncrl.rollout.loaded_model import load_model, model_routing
         from asyncrl.weights.receiver import Receiver
         from asyncrl.weights.store import StoreTransport
         from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
         self._model = load_model(self._facts.folder, dtype=self._config.dtype, lora=self._lora)
+        self._routing = model_routing(self._model) if self._facts.has_experts else None
         self._receiver = Receiver(memory_targets(checkpoint_tensors(self._model)), store=StoreTransport(paths.weights))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
@@ -168,7 +171,7 @@ class InlineEngine:
 
         assert self._model is not None
         wave = self._wave = Wave(self._model, rows, eos_tokens=self._facts.eos_tokens, threads=self._config.threads,
-                                 logit_noise=self._config.logit_noise)
+                                 logit_noise=self._config.logit_noise, routing=self._routing)
         self._wave_ended.clear()
         while wave.rows:
             if self._paused is not None:

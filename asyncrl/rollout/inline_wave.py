@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from asyncrl.expert_routing import Routing, recorded
 from asyncrl.records import TokenRecords
 from asyncrl.rollout.engine import GenerationRequest
 from asyncrl.rollout.mailbox import Mailbox
@@ -56,8 +57,9 @@ class Wave:
     """Rows that are sampled together, one token each a step, until every one has ended."""
 
     def __init__(self, model: PreTrainedModel, rows: list[Row], *, eos_tokens: frozenset[int], threads: int,
-                 logit_noise: float = 0.0) -> None:
+                 logit_noise: float = 0.0, routing: Routing | None = None) -> None:
         self.rows = list(rows)
+        self._routing = routing if any(row.records.wanted.routed_experts for row in rows) else None
         self._logit_noise = logit_noise
         self._threads = threads
         self._model = model
@@ -141,8 +143,14 @@ class Wave:
         return self._forward(last, positions=self._mask.sum(-1, keepdim=True) - 1)
 
     def _forward(self, tokens: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
-        output = self._model(input_ids=tokens, attention_mask=self._mask, position_ids=positions,
-                             past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        with recorded(self._routing) as routed:
+            output = self._model(input_ids=tokens, attention_mask=self._mask, position_ids=positions,
+                                 past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        for experts in routed:
+            each = experts.reshape(*tokens.shape, *experts.shape[1:])
+            for row, passed in zip(self.rows, each, strict=True):
+                known = passed[-len(row.tokens):]
+                row.records.passed(known, start=len(row.tokens) - len(known))
         return output.logits[:, -1]
 
     def _keep(self, wanted: Callable[[Row], bool]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.model_folder import model_folder, reading
+from asyncrl.model_folder import expert_counts, model_folder, reading
 from asyncrl.rollout.engine import Capabilities, GenerationRequest
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
@@ -27,6 +27,8 @@ class ModelFacts:
     vocab_size: int
     eos_tokens: frozenset[int]
     """Union of what config.json and generation_config.json name: either alone misses some models' turn ends."""
+    has_experts: bool = False
+    """Whether it is a mixture of experts."""
 
 
 def read_facts(model: str | Path, *, context_tokens: int | None = None) -> ModelFacts:
@@ -45,7 +47,7 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
                           remedy="Lower it, or leave it out.")
     sources = (config, text, _json(folder / "generation_config.json"))
     eos = frozenset(token for source in sources for token in _token_ids(source.get("eos_token_id")))
-    return ModelFacts(folder, context_tokens or limits[0], vocab_size, eos)
+    return ModelFacts(folder, context_tokens or limits[0], vocab_size, eos, has_experts=expert_counts(text) is not None)
 
 
 def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabilities: Capabilities) -> None:
@@ -56,6 +58,8 @@ def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabili
     unsupported += ("temperature",) if sampling.temperature < capabilities.lowest_temperature else ()
     if unsupported:
         raise EngineError(f"{where}: sampling.{unsupported[0]} = {getattr(sampling, unsupported[0])!r} is not supported by this engine")
+    if request.wanted.routed_experts and not (capabilities.routed_experts and facts.has_experts):
+        raise EngineError(f"{where}: routed experts are wanted; this engine has no record of them, or the model no experts")
     try:
         sampling.check(for_training=False)
     except ConfigError as error:

@@ -25,9 +25,11 @@ class PendingRecords:
 
     def passed(self, experts: NDArray[np.int16], *, start: int) -> None:
         """The experts [m, L, k] of the tokens from `start` on. Of one that passes again, under other weights, the first record stays."""
+        if not self.wanted.routed_experts:
+            return
         assert start <= self._passed, "no engine that records leaves out a token"
         new = experts[self._passed - start:]
-        if self.wanted.routed_experts and len(new):
+        if len(new):
             self._experts.append(new)
             self._passed += len(new)
 
@@ -39,7 +41,7 @@ class PendingRecords:
         kept = experts = None
         if self.wanted.kept_sets:
             kept, self._kept = KeptSets.of(self._kept[:count]), self._kept[count:]
-        if self.wanted.routed_experts:
+        if self._experts:
             rows, split = np.concatenate(self._experts), self._inputs - self._delivered
             experts, self._experts, self._delivered = rows[:split], [rows[split:]], self._inputs
         return TokenRecords(kept, experts)

@@ -19,7 +19,7 @@ from asyncrl.process import peak_memory_bytes
 from asyncrl.records import Wanted
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
-from asyncrl.rollout.loaded_model import load_model
+from asyncrl.rollout.loaded_model import load_model, model_routing
 from asyncrl.rollout.transformers_sampler import Job, Limits, Sampler
 from asyncrl.types import NOT_SAMPLED
 from asyncrl.weights.manifest import Manifest
@@ -49,9 +49,11 @@ class _Child:
     def __init__(self, channel: Channel, spec: Mapping[str, Any]) -> None:
         self._channel, self._stream = channel, ChunkStream(channel)
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
+        routing = model_routing(model) if spec["has_experts"] else None
         self._receiver = Receiver(memory_targets(checkpoint_tensors(model)), store=StoreTransport(Path(spec["weights"])))
         self._paused_at_s = time.monotonic()
-        self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit)
+        self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit,
+                               routing=routing)
         self._handlers: dict[str, Callable[[Request], Mapping[str, Any]]] = {
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
             "health": self._health}

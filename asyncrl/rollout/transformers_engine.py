@@ -32,7 +32,8 @@ class TransformersEngine(ChildEngine):
         limits = {"max_batch_tokens": config.max_batch_tokens, "max_running_requests": config.max_running_requests,
                   "kv_cache_tokens": config.kv_cache_tokens}
         spec = {"folder": str(facts.folder.absolute()), "dtype": config.dtype, "threads": config.threads, "seed": config.seed or 0,
-                "eos_tokens": sorted(facts.eos_tokens), "limits": limits, "lora": adapters and adapters.model_dump()}
+                "eos_tokens": sorted(facts.eos_tokens), "limits": limits, "lora": adapters and adapters.model_dump(),
+                "has_experts": facts.has_experts}
         capabilities = config.capabilities(context_tokens=facts.context_tokens).serving(adapters)
         super().__init__(name, capabilities=capabilities, facts=facts, launch=Launch(
             "asyncrl.rollout.transformers_child", spec, {"OMP_NUM_THREADS": str(config.threads)}))

@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import FutureRequestState, GenerationOutput, RequestState, RequestStatus
 
 from asyncrl.errors import AbortNotHonoured, EngineError
+from asyncrl.expert_routing import Routing
 from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.chunk_stream import Emission
 from asyncrl.rollout.engine import Interruption
@@ -79,7 +80,7 @@ class Sampler:
     """
 
     def __init__(self, model: PreTrainedModel, *, eos_tokens: Iterable[int], limits: Limits, seed: int,
-                 emit: Callable[[list[Emission]], None]) -> None:
+                 emit: Callable[[list[Emission]], None], routing: Routing | None = None) -> None:
         self._eos_tokens = sorted(eos_tokens)
         self._limits, self._emit = limits, emit
         self._lock = threading.RLock()
@@ -87,12 +88,17 @@ class Sampler:
         self._running: dict[str, _Running] = {}
         self._held = False
         self._sampled_at_pause = 0
+        self._is_recording = False
         self._closing = False
         self._pause = contextlib.ExitStack()
         self.paused = False
         """Whether the generation thread is parked."""
         self.interrupted_tokens = 0
         """Tokens whose keys and values the newest pause gave up."""
+        self._routing = routing
+        if routing is not None:
+            model.register_forward_pre_hook(lambda *_: self._before_forward())
+            model.register_forward_hook(lambda *_: self._after_forward())
         self._manager = _manager(model, limits, seed=seed, guard=_Guard(self._running, self._broken))
         self._manager.output_router = _Router(self._finished)
         self._manager.start()
@@ -224,6 +230,24 @@ class Sampler:
                 written = _emission(state.to_generation_output(), running, None)
                 self._emit([written, Emission(state.request_id, (), (), running.kv_fresh, Status.NONFINITE_LOGPROB)])
                 self._fill()
+
+    def _before_forward(self) -> None:
+        self._is_recording = any(running.records.wanted.routed_experts for running in list(self._running.values()))
+        if self._is_recording and self._routing is not None:
+            self._routing.begin()
+
+    def _after_forward(self) -> None:
+        """On the generation thread: the tokens of each request that passed through the model, in a row."""
+        if not self._is_recording or self._routing is None:
+            return
+        experts, start = self._routing.end(), 0
+        for request in self._batches().inputs_and_outputs.requests_in_batch:
+            end = start + request.query_length
+            running = self._running.get(request.state.request_id)
+            if running is not None:
+                # by now the state's offset is past them
+                running.records.passed(experts[start:end], start=request.state.position_offset - request.query_length)
+            start = end
 
     def _batches(self) -> ContinuousBatchProcessor:
         processor = self._manager.batch_processor

@@ -45,6 +45,10 @@ class TrainerConfig(OptimizerSettings, ParallelConfig):
     and with `processes` 0."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """So many steps in a row with a NaN or infinite gradient end the run; a single one is skipped and counted."""
+    routing_replay: bool = False
+    """Of a mixture of experts: the forward sends each token to the experts that the engine recorded for it, and its router learns by their
+    scores. Where the two would choose differently, for rounding alone, logprobs part by far more than rounding does. The engine must
+    record them, as inline and transformers do."""
     checkpoint_every_steps: int | None = Field(default=20, ge=1)
     """A rank that dies, or a run that is resumed, costs about so many steps at most; their batches stay in shared memory. None: all since
     the start; the end of a run has a checkpoint either way."""
@@ -71,6 +75,13 @@ class TrainerConfig(OptimizerSettings, ParallelConfig):
             raise ConfigError("trainer.dtype, trainer.processes", value=(self.dtype, self.processes),
                               allowed="bfloat16 with processes of at least 1",
                               remedy="Set trainer.processes to 1: mixed precision is FSDP2's, and needs a process group.")
+        return self
+
+    @model_validator(mode="after")
+    def _a_choice_that_is_replayed_is_not_compiled(self) -> TrainerConfig:
+        if self.compile and self.routing_replay:
+            raise ConfigError("trainer.compile, trainer.routing_replay", value=(True, True), allowed="one of the two",
+                              remedy="A compiled layer has its choice of experts inside, where nothing can be put in its place.")
         return self
 
     @property
@@ -153,7 +164,7 @@ class TrainConfig(Section):
     @property
     def wanted(self) -> Wanted:
         """What an engine is to record of the tokens it samples for this trainer."""
-        return Wanted(kept_sets=True)
+        return Wanted(kept_sets=True, routed_experts=self.trainer.routing_replay)
 
     def build_correction(self) -> Correction:
         """What `correct` takes; without a choice, weight 1 everywhere."""

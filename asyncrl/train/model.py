@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.causal_lm import load_causal_lm
 from asyncrl.errors import ConfigError
+from asyncrl.expert_routing import Routing
 from asyncrl.train.attention import PackedSegments
 from asyncrl.train.attention_choice import register
 from asyncrl.train.kept_rows import KeptRows
@@ -37,6 +39,7 @@ class ForwardInputs:
     places: Tensor
     cu_targets: Tensor
     kept: KeptRows | None = None
+    experts: Tensor | None = None
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device) -> ForwardInputs:
@@ -49,7 +52,8 @@ class ForwardInputs:
                    segments=PackedSegments(segments.runs, None if segments.expand is None else put(segments.expand),
                                            None if segments.collapse is None else put(segments.collapse)),
                    sources=put(microbatch.sources), targets=put(microbatch.targets), temperatures=put(microbatch.temperatures),
-                   places=put(microbatch.places), cu_targets=put(microbatch.cu_targets), kept=KeptRows.of(microbatch.kept, device))
+                   places=put(microbatch.places), cu_targets=put(microbatch.cu_targets), kept=KeptRows.of(microbatch.kept, device),
+                   experts=None if microbatch.experts is None else put(microbatch.experts))
 
 
 class Body(nn.Module):
@@ -59,6 +63,8 @@ class Body(nn.Module):
         super().__init__()
         self.lm = lm
         self._max_tokens = _rope_limit(lm.config.get_text_config())
+        self.routing: Routing | None = None
+        """Replays recorded experts; None: the routers choose for themselves."""
 
     def predicting(self, inputs: ForwardInputs) -> Tensor:
         """[P, D] hidden states of the rows that predict.
@@ -69,6 +75,8 @@ class Body(nn.Module):
             raise ConfigError("model", value=f"a rotary embedding that changes beyond {self._max_tokens} tokens",
                               allowed=f"one that does not depend on the longest sequence of a micro-batch, here {inputs.segments.longest}",
                               remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
+        if self.routing is not None:
+            self.routing.replay(inputs.experts, rows=len(inputs.tokens))
         return self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
                                   segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
 
@@ -116,8 +124,8 @@ def _head_transform(config: PretrainedConfig) -> tuple[float | None, float]:
     return getattr(config, "final_logit_softcapping", None), float(scale)
 
 
-def load_policy(source: Path, *, chunk_logits: int = CHUNK_LOGITS) -> Policy:
-    """The float32 model of a Hugging Face folder, without dropout. Raises ConfigError for a model this forward does not fit."""
+def load_policy(source: Path, *, chunk_logits: int = CHUNK_LOGITS, routing_replay: bool = False) -> Policy:
+    """The float32 model of a Hugging Face folder, without dropout. Raises ConfigError for one this forward, or a replay, does not fit."""
     lm = load_causal_lm(source, dtype=torch.float32)
     attention = register()
     lm.set_attn_implementation(attention)
@@ -125,6 +133,8 @@ def load_policy(source: Path, *, chunk_logits: int = CHUNK_LOGITS) -> Policy:
         raise _refused(f"{type(lm).__name__} (its attention or its body cannot be called from outside)")
     policy = Policy(lm, chunk_logits=chunk_logits)
     _check_parity(policy)
+    if routing_replay:
+        policy.routing = Routing(lm, forward=lambda: policy(ForwardInputs.of(_packed(lm)[0], torch.device("cpu"))))
     return policy
 
 
@@ -132,13 +142,7 @@ def load_policy(source: Path, *, chunk_logits: int = CHUNK_LOGITS) -> Policy:
 def _check_parity(policy: Policy) -> None:
     """Packed sequences, two of which share their first tokens, must give what transformers gives for each alone."""
     lm = policy.lm
-    rows = [[3, 10, 17, 24, 31, 38], [3, 10, 17, 45, 52], [7, 14, 21, 28]]
-    cu_seqlens = np.cumsum([0, *map(len, rows)])
-    tokens = np.concatenate(rows).astype(np.int32) % lm.config.get_text_config().vocab_size
-    targets = np.ones(len(tokens), np.bool_)
-    targets[cu_seqlens[:-1]] = False
-    whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=np.ones(3, np.float32), group_ids=np.array([0, 0, 1]))
-    microbatch = build(whole, (0, 1, 2))
+    microbatch, tokens, cu_seqlens = _packed(lm)
     ours, *_ = policy(ForwardInputs.of(microbatch, torch.device("cpu")))
     lm.set_attn_implementation("eager")
     theirs = torch.zeros(len(tokens))
@@ -150,6 +154,17 @@ def _check_parity(policy: Policy) -> None:
     gap = float((ours - theirs[microbatch.places]).abs().max())
     if not gap < PARITY_TOLERANCE:
         raise _refused(f"{type(lm).__name__} (logprobs off by {gap:.3g})")
+
+
+def _packed(lm: PreTrainedModel) -> tuple[Microbatch, NDArray[np.int32], NDArray[np.int64]]:
+    """A micro-batch of sequences that share some tokens, its tokens, and where each sequence starts."""
+    rows = [[3, 10, 17, 24, 31, 38], [3, 10, 17, 45, 52], [7, 14, 21, 28]]
+    cu_seqlens = np.cumsum([0, *map(len, rows)])
+    tokens = np.concatenate(rows).astype(np.int32) % lm.config.get_text_config().vocab_size
+    targets = np.ones(len(tokens), np.bool_)
+    targets[cu_seqlens[:-1]] = False
+    whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=np.ones(3, np.float32), group_ids=np.array([0, 0, 1]))
+    return build(whole, (0, 1, 2)), tokens, cu_seqlens
 
 
 def _refused(value: str) -> ConfigError:

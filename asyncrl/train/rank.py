@@ -52,7 +52,8 @@ class RankTrainer:
         torch.use_deterministic_algorithms(spec.deterministic or self._was_deterministic)
         torch.set_num_threads(spec.config.trainer.threads)
         self._spec = spec
-        policy = load_policy(Path(spec.model), chunk_logits=spec.config.trainer.logits_chunk)
+        policy = load_policy(Path(spec.model), chunk_logits=spec.config.trainer.logits_chunk,
+                             routing_replay=spec.config.trainer.routing_replay)
         freeze(policy.lm, spec.config.trainer.frozen)
         self._lora = adapters_of(spec.config.lora)
         if self._lora:

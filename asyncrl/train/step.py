@@ -32,6 +32,7 @@ from asyncrl.train.minibatch import Minibatch, minibatches_of, packing_metrics
 from asyncrl.train.optim import Update
 from asyncrl.train.passes import Scores, score
 from asyncrl.train.policy_update import ROWS, Frozen, Shares, at_update, backward, found_in
+from asyncrl.train.record_metrics import record_metrics
 from asyncrl.train.reference import Pull, penalties, reference_metrics
 from asyncrl.train.trainee import Trainee
 
@@ -91,7 +92,8 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
         frozen = _freeze(trainee.config, batch, tokens=tokens, scores=scores)
         outcome = _train_policy(trainee, minibatches, frozen=frozen, scores=scores)
     metrics = outcome.metrics
-    for more in (learnt.metrics, shaping_metrics(trainee.config.advantages, batch, penalties=lost), packing_metrics(minibatches)):
+    for more in (learnt.metrics, shaping_metrics(trainee.config.advantages, batch, penalties=lost), packing_metrics(minibatches),
+                 record_metrics(trainee, batch)):
         metrics.merge(more)
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)

@@ -72,6 +72,8 @@ class Rig:
     wanted: Wanted = NOTHING_WANTED
     distributions: Callable[[Written], NDArray[np.float64]] | None = None
     """[n, V] of the written tokens, whole, for engines that record what they leave out."""
+    experts: Callable[[Written, int], NDArray[np.int16]] | None = None
+    """[prompt + n − 1, L, k] where a version's own forward sends the tokens, for engines that record it."""
 
     async def begin(self) -> None:
         """Version 0 again, in a new run epoch."""

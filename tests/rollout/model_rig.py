@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ class PublishedModel:
         return torch.softmax(self._logits(written).double(), dim=-1).numpy()
 
     @torch.no_grad()
+    def experts(self, written: Written, version: int) -> NDArray[np.int16]:
+        """[prompt + n − 1, L, k] where a version's own forward sends the tokens."""
+        tokens = torch.tensor([[*written.prompt.tolist(), *written.tokens.tolist()[:-1]]])
+        found = []
+        for layer in self.versions[version].model.layers:
+            layer.mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2]))
+        self.versions[version](tokens)
+        for layer in self.versions[version].model.layers:
+            layer.mlp.gate._forward_hooks.clear()
+        return torch.stack(found, dim=1).numpy().astype(np.int16)
+
+    @torch.no_grad()
     def _logits(self, written: Written) -> Tensor:
         """[n, V] over temperature: each under the weights of its version, over fresh keys or over those of older versions."""
         tokens = torch.tensor([[*written.prompt.tolist(), *written.tokens.tolist()]])
@@ -72,14 +85,15 @@ class PublishedModel:
         return torch.cat(found)
 
 
-def publish_model(root: Path, *, dtype: PublishedDtype = "float32", lora: LoRA | None = None, **made: Any) -> PublishedModel:
+def publish_model(root: Path, *, dtype: PublishedDtype = "float32", lora: LoRA | None = None,
+                  make: Callable[..., Path] = make_tiny_model, **made: Any) -> PublishedModel:
     """A model whose own generation config would bend the distribution and names one of its two end tokens.
 
-    Published in `dtype`; with `lora` the versions differ in their adapters; `made` goes to `make_tiny_model`.
+    Published in `dtype`; with `lora` the versions differ in their adapters; `made` goes to `make`.
     Attention heads have 32 elements, the least that vLLM serves on a CPU.
     """
     torch.set_num_threads(1)  # more threads only get in each other's way on a model of this size
-    folder = make_tiny_model(root / "model", vocab=VOCAB, hidden=128, **made)
+    folder = make(root / "model", vocab=VOCAB, hidden=128, **made)
     (folder / "generation_config.json").write_text(json.dumps(
         {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "eos_token_id": [5]}))
     paths = RunPaths(root / "run", root / "shared")

@@ -157,6 +157,8 @@ def test_unchanged_weights_give_a_ratio_of_1_with_sets_and_not_without(tiny: Pat
         return (tokens.proximal_logprobs - tokens.rollout_logprobs)[tokens.loss_mask].numpy()
 
     np.testing.assert_allclose(log_ratios(truncated), 0.0, atol=2e-6)
+    metrics = step_on(rank, batch_of(rollout(0, 0, truncated, reward=1.0), rollout(0, 1, whole))).metrics.result()
+    assert (metrics["train/truncated/frac"], metrics["train/kept_ids/mean"]) == (2 / 5, 5 / 2)
     without = log_ratios(lost)
     assert (without[[0, 2]] < -0.2).all(), "the kept mass, at the truncated tokens"
     np.testing.assert_allclose(without[[1, 3, 4]], 0.0, atol=2e-6)

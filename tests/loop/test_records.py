@@ -1,4 +1,4 @@
-"""Truncated sampling round the loop: what was left out is recorded, and the trainer's ratios are 1 where weights are equal."""
+"""Records round the loop: with kept sets and routed experts the trainer's ratios are 1 where weights are equal."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from asyncrl.types import Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig
 from tests.rollout.rollout_fakes import FakeEngine
 from tests.tiny_model import make_tiny_model
+from tests.tiny_moe import make_tiny_moe
 
 TRUNCATED = Sampling(temperature=1.2, top_p=0.8, top_k=6, max_new_tokens=5)
 SAMPLINGS = {"truncated": TRUNCATED, "whole": Sampling(temperature=0.9, max_new_tokens=5)}
@@ -50,10 +51,10 @@ def prompts() -> list[Prompt]:
     return [Prompt(text=f"{a}+{b}=" + "3" * (a % 2), source=("truncated", "whole")[b % 2]) for a in range(5) for b in range(4)]
 
 
-def run_of(model: Path, folder: Path, engine: Any, **buffer: Any) -> Run:
+def run_of(model: Path, folder: Path, engine: Any, *, trainer: dict[str, Any] | None = None, **buffer: Any) -> Run:
     return Run(prompts=PromptSource(prompts()), engine=engine, env=TwoTurns(), sampling=SAMPLINGS,
                buffer=ReplayBuffer(groups_per_step=3, group_size=4, zero_variance="keep", **buffer),
-               trainer=Trainer(model, correction="token_tis", learning_rate=3e-3, processes=0, epochs=2),
+               trainer=Trainer(model, correction="token_tis", learning_rate=3e-3, processes=0, epochs=2, **trainer or {}),
                options=RunOptions(name="run", folder=folder, seed=1, weights=WeightsConfig(dtype="float32", interruption="recompute"),
                                   probe=ProbeConfig(every_steps=1, prompts=6, max_mean_gap=1e-4)))
 
@@ -82,6 +83,34 @@ def test_a_run_of_truncated_and_whole_rollouts_is_on_policy_where_its_version_is
             assert (max(stale) > 0) == (max_staleness > 0)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("engine", [InlineEngine, TransformersEngine])
+def test_experts_are_recorded_of_every_input_and_replayed(tmp_path: Path, engine: Any) -> None:
+    """Prompts, both turns, and the environment's tokens between them, over interruptions; beside kept sets, where there are any."""
+    model = make_tiny_moe(tmp_path / "model")
+
+    async def main() -> None:
+        async with run_of(model, tmp_path, engine(model), max_staleness=2, trainer={"routing_replay": True}) as run:
+            async for report in run.steps(4):
+                assert report["train/routing_replayed/frac"] == 1.0
+                assert 0.0 <= report["train/routing_flips/frac"] < 0.5
+                for rollout in report.batch.rollouts:
+                    for sequence in rollout.sequences:
+                        assert (sequence.records.experts[:-1] >= 0).all()
+                        assert (sequence.records.experts[-1] < 0).all()
+                        assert (sequence.records.kept is None) == (rollout.source == "whole")
+
+    asyncio.run(main())
+
+
+def test_experts_that_no_engine_records_are_not_replayed(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError) as error:
+        Run(prompts=PromptSource(prompts()), engine=FakeEngine(), env=TwoTurns(), sampling=Sampling(max_new_tokens=4),
+            buffer=ReplayBuffer(groups_per_step=3, group_size=4, max_staleness=0),
+            trainer=Trainer(model, learning_rate=3e-3, processes=0, routing_replay=True))
+    assert error.value.field == "trainer.routing_replay, engine.kind"
 
 
 def test_an_engine_that_records_nothing_is_refused_at_the_start_by_name(tmp_path: Path) -> None:
