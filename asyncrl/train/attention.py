@@ -86,9 +86,11 @@ def packed(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 def attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, *, segments: PackedSegments, scoring: Scoring) -> Tensor:
     """SDPA; a run of equally long sequences is one call. Longer than the window: with a mask; capped scores: written out."""
-    outputs, start = [], 0
-    for count, length in segments.runs:
-        q, k, v = (x[start:start + count * length].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+    outputs = []
+    # split, for the gradient of a slice is as long as what it was cut from
+    pieces = zip(*(x.split([count * length for count, length in segments.runs]) for x in (query, key, value)), strict=True)
+    for (count, length), piece in zip(segments.runs, pieces, strict=True):
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in piece)
         mask = None
         if (window := scoring.window) is not None and length > window:
             mask = segments.once((length, window), lambda length=length, window=window: _band(length, window, device=query.device))
@@ -98,7 +100,6 @@ def attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, *, segments: P
             mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling,
                                                  enable_gqa=q.shape[1] != k.shape[1])
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
-        start += count * length
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from asyncrl.records import NO_EXPERT, NOTHING, KeptSets, TokenRecords
 
+LEAST_SAVED = 0.05
+"""Rows that sharing must save, of all: attention then gathers its rows and spreads its results, which costs a small model as much."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
@@ -31,7 +34,7 @@ class Layout:
     costs: NDArray[np.int64]
     """[N] input tokens of each sequence: those before its last target."""
     shared: NDArray[np.int64]
-    """[N] how many of them are the same in the whole group."""
+    """[N] how many of them are the same in the whole group, and computed once; 0 where that saves less than `LEAST_SAVED`."""
     records: TokenRecords = NOTHING
     """Of the T tokens."""
 
@@ -81,11 +84,14 @@ def layout(tokens: NDArray[np.int32], *, cu_seqlens: NDArray[np.int64], targets:
     places = np.flatnonzero(targets)
     owner = np.searchsorted(cu_seqlens, places, side="right") - 1
     np.maximum.at(costs, owner, places - cu_seqlens[owner])
-    shared = np.zeros(count, np.int64)
+    shared, saved = np.zeros(count, np.int64), 0
     for group in np.unique(group_ids):
         members = np.flatnonzero((group_ids == group) & (costs > 0))
         if len(members) > 1:
             shared[members] = _common_prefix(tokens, starts=cu_seqlens[members], length=int(costs[members].min()))
+            saved += int(shared[members[1:]].sum())
+    if saved < LEAST_SAVED * int(costs.sum()):
+        shared[:] = 0
     return Layout(tokens=tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=group_ids,
                   costs=costs, shared=shared, records=records)
 
