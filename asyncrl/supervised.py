@@ -70,7 +70,7 @@ def _trainer(config: SFTConfig, model: Path) -> SFTTrainer:
     try:
         return SFTTrainer(model, _rows(config.data, field="data", seed=config.sft.seed),
                           held_out=_rows(config.eval, field="eval", seed=config.sft.seed), batch_size=config.sft.batch_size,
-                          epochs=config.sft.epochs, max_steps=config.sft.max_steps, seed=config.sft.seed, **settings)
+                          epochs=config.sft.epochs, max_steps=config.sft.max_steps, seed=config.sft.seed, lora=config.lora, **settings)
     except ConfigError as error:
         name, *rest = error.field.split(" ")
         raise error.moved(error.field, " ".join([sections.get(name, name), *rest])) from error

@@ -8,6 +8,7 @@ on with the same bits as one that never stopped.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import shutil
@@ -21,12 +22,13 @@ from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
 from asyncrl.errors import CheckpointError, ConfigError, RunAborted
+from asyncrl.lora_config import adapters_of, require_peft
 from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.train import checkpoint_store
 from asyncrl.train.config import validated
 from asyncrl.train.examples import Example, ExampleReader, PackedExamples, Row, jsonl_rows
-from asyncrl.train.export_form import SHARD_BYTES, ExportDtype, ExportForm
+from asyncrl.train.export_form import ADAPTER_FOLDER, SHARD_BYTES, ExportDtype, ExportForm
 from asyncrl.train.history import Saving, restore_request
 from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
 from asyncrl.train.rank_spec import RankSpec
@@ -65,7 +67,7 @@ class HeldOut:
 
 
 class SFTTrainer:
-    """Trains the model of a Hugging Face folder on examples; other settings are the fields of `TrainerConfig`.
+    """Trains the model of a Hugging Face folder on examples; other settings are the fields of `TrainerConfig`, and `lora`, as in `Trainer`.
 
     Args:
         model: the folder, or a Hugging Face id, which is fetched.
@@ -82,7 +84,9 @@ class SFTTrainer:
     def __init__(self, model: str | Path, examples: Data, *, held_out: Data = (), batch_size: int = 32, epochs: int = 1,
                  max_steps: int | None = None, seed: int = 0, **settings: Any) -> None:
         self.model = model_folder(model)
-        self.config = validated({"trainer": settings})
+        self.config = validated({"lora": settings.pop("lora", "none"), "trainer": settings})
+        if adapters_of(self.config.lora):
+            require_peft()
         refuse_settings_of_rl(self.config.trainer)
         reader = ExampleReader(self.model)
         self._ahead = reader.read(_rows(examples, field="examples"), field="examples")
@@ -171,7 +175,10 @@ class SFTTrainer:
     async def export(self, path: str | Path, *, dtype: ExportDtype = "source", max_shard_bytes: int = SHARD_BYTES) -> None:
         """Write a Hugging Face folder, which reinforcement learning starts from. Raises what `Trainer.export` does."""
         form = ExportForm(dtype, max_shard_bytes)
-        await self._call("export", {"folder": str(path), "form": {"dtype": form.dtype, "max_shard_bytes": form.max_shard_bytes}})
+        await self._call("export", {"folder": str(path), "form": dataclasses.asdict(form)})
+        lora = adapters_of(self.config.lora)
+        if lora and lora.export_adapters:
+            await self._call("export_adapters", {"folder": str(Path(path) / ADAPTER_FOLDER)})
 
     async def close(self) -> None:
         """End every rank. Safe to call twice, and before `start`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.errors import ConfigError
+from asyncrl.lora_config import NO_LORA, LoRAConfig
 from asyncrl.settings import TAGGED, Section, Seed
 from asyncrl.train.config import TrainerConfig
 from asyncrl.train.export_form import ExportDtype
@@ -79,6 +80,8 @@ class SFTConfig(Section):
     """Those the loss is measured on, which are never trained on."""
     sft: SFTSection = SFTSection()
     """How the examples are gone through."""
+    lora: LoRAConfig = NO_LORA
+    """Whether the model's own weights are trained, or adapters beside them; `model/` has them merged."""
     trainer: TrainerConfig
     """Ranks and optimizer, as in reinforcement learning; a step of the schedule is an update."""
     run: SFTRunSection

@@ -261,3 +261,23 @@ def test_frozen_and_grouped_parameters_are_the_optimizers(tmp_path: Path) -> Non
     run(trainer, tmp_path, use)
     before, after = (dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()) for folder in (model, tmp_path / "export"))
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_adapters_learn_too_and_the_export_has_them_merged(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's")
+    trainer = SFTTrainer(tiny, ROWS, held_out=ROWS, batch_size=16, epochs=4, lora={"kind": "lora", "rank": 4, "export_adapters": True},
+                         **SETTINGS | {"learning_rate": 3e-2})
+    seen: list[HeldOut] = []
+
+    async def use(trainer: SFTTrainer) -> None:
+        seen.append(await trainer.evaluate())
+        async for _ in trainer.steps():
+            pass
+        seen.append(await trainer.evaluate())
+        await trainer.export(tmp_path / "export")
+
+    run(trainer, tmp_path, use)
+    assert seen[1].loss < 0.8 * seen[0].loss
+    examples = list(ExampleReader(tiny).read(ROWS, field="examples"))
+    assert their_loss(tmp_path / "export", examples) == pytest.approx(seen[1].loss, abs=1e-4)
+    assert (tmp_path / "export" / "adapter" / "adapter_config.json").is_file()
