@@ -108,7 +108,8 @@ FLIPS: dict[str, Any] = {
     "model": {"kind": "function", "function": f"{TASK}:model", "arguments": {"seed": 1}},
     "data": SUMS | {"arguments": {"largest": 4}}, "eval": {"kind": "none"},
     "sft.batch_size": 7, "sft.epochs": 1, "sft.max_steps": 3, "sft.eval_every_steps": 1, "sft.seed": 1, "sft.export_dtype": "bfloat16",
-    "lora": {"kind": "lora", "rank": 2}, "trainer": TREE["trainer"] | {"learning_rate": 1e-3}, "run.name": "other", "run.folder": "elsewhere",
+    "lora": {"kind": "lora", "rank": 2}, "trainer": TREE["trainer"] | {"learning_rate": 1e-3},
+    "run.name": "other", "run.folder": "elsewhere",
     "run.deterministic": True}
 
 
