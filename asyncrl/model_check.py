@@ -29,6 +29,8 @@ class ModelSize:
     parameters: int
     weights_bytes: int
     """On disk, in the dtypes they are saved in."""
+    matrix_sides: int = 0
+    """Rows and columns of all matrices together: what adapters of rank 1 beside each would have of parameters."""
 
 
 def check_model(folder: Path) -> ModelSize:
@@ -78,7 +80,8 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
 def _weights_size(folder: Path) -> ModelSize:
     """Raises ConfigError unless every weight file that is named is there and whole."""
     sizes = [_file_size(path) for path in _weight_files(folder)]
-    return ModelSize(sum(size.parameters for size in sizes), sum(size.weights_bytes for size in sizes))
+    return ModelSize(sum(size.parameters for size in sizes), sum(size.weights_bytes for size in sizes),
+                     sum(size.matrix_sides for size in sizes))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -107,13 +110,14 @@ def _file_size(path: Path) -> ModelSize:
             tensors = [entry for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"]
         end = max((entry["data_offsets"][1] for entry in tensors), default=0)
         parameters = sum(math.prod(entry["shape"]) for entry in tensors)
+        sides = sum(sum(entry["shape"]) for entry in tensors if len(entry["shape"]) == 2)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, ConfigError):
             raise
         raise _damaged(path, f"its header cannot be read: {type(error).__name__}: {error}") from error
     if total != _LENGTH_BYTES + length + end:
         raise _damaged(path, f"its header describes {_LENGTH_BYTES + length + end} bytes, the file has {total}")
-    return ModelSize(parameters, end)
+    return ModelSize(parameters, end, sides)
 
 
 def _damaged(path: Path, how: str) -> ConfigError:

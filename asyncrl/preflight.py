@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig, Wandb
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.functions import check_arguments, load_function
+from asyncrl.lora_config import adapters_of, require_peft
 from asyncrl.model_check import ModelSize, check_model
 from asyncrl.model_folder import model_folder, reading
 from asyncrl.observe.wandb_writer import require_wandb
@@ -128,14 +129,18 @@ def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
     every = config.trainer.checkpoint_every_steps
     checkpoints = min(KEPT_CHECKPOINTS, config.run.steps // every if every else 0) + 1
     batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * _TOKEN_BYTES
-    trained = 2 if isinstance(config.advantages, GAE) else 1
-    saved = trained * (_MASTER_BYTES + _OPTIMIZER_BYTES)
-    reference = 0 if isinstance(config.reference, NoReference) else _MASTER_BYTES
-    held = saved + trained * _GRADIENT_BYTES + reference + _ITEM_BYTES[config.engine.dtype]
+    lora = adapters_of(config.lora)
+    # at most: as if every matrix had adapters
+    trained = size.parameters if lora is None else min(size.parameters, lora.rank * size.matrix_sides)
+    trained += size.parameters if isinstance(config.advantages, GAE) else 0
+    # with adapters the reference is the policy without them
+    beside = int(lora is not None or not isinstance(config.reference, NoReference))
+    saved = _MASTER_BYTES + _OPTIMIZER_BYTES
     exports = 3 if isinstance(config.eval, SetsEval) and isinstance(config.eval.best, KeepBest) else 1
-    return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * size.parameters * saved,
+    return Sizes(disk_bytes=exports * size.weights_bytes + checkpoints * trained * saved,
                  shared_bytes=2 * size.parameters * _ITEM_BYTES[config.weights.dtype] + _kept_batches(config) * batch,
-                 memory_bytes=size.parameters * held + getattr(config.engine, "kv_cache_bytes", 0))
+                 memory_bytes=trained * (saved + _GRADIENT_BYTES) + getattr(config.engine, "kv_cache_bytes", 0)
+                 + size.parameters * (beside * _MASTER_BYTES + _ITEM_BYTES[config.engine.dtype]))
 
 
 def _kept_batches(config: RunConfig) -> int:
@@ -153,6 +158,8 @@ def _check_packages(config: RunConfig) -> None:
         require_vllm()
     if isinstance(config.engine, TransformersEngineConfig):
         require_transformers()
+    if adapters_of(config.lora):
+        require_peft()
     if isinstance(config.run.wandb, Wandb):
         require_wandb()
 

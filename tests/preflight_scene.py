@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import io
 import json
 import os
@@ -181,6 +182,15 @@ def lock(scene: Scene, locked: Path) -> None:
         scene.patch.setattr(module, name, refused(getattr(module, name)))
 
 
+LORA = {"kind": "lora", "rank": 2}
+
+
+def without(scene: Scene, package: str) -> None:
+    """As if it were not installed."""
+    find = importlib.util.find_spec
+    scene.patch.setattr("asyncrl.lora_config.importlib.util.find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+
+
 CASES: dict[str, Spoil] = {
     "a shuffle of what is no list": lambda s: s.tree["prompts"].update(function="task.py:endless", shuffle="full"),
     "pass rates of what never comes again": lambda s: s.tree["prompts"].update(function="task.py:endless", curriculum="pass_rate"),
@@ -275,5 +285,10 @@ CASES: dict[str, Spoil] = {
     "shared memory that cannot be written": lambda s: s.patch.setattr(place_check, "shared_place", lambda: Path("/proc")),
     "a machine without loopback": refuse_loopback,
     "a temporary folder with a long name": long_socket_folder,
+    "adapters and frozen parameters": lambda s: (s.set("lora", LORA), s.set("trainer.frozen", ["embed"])),
+    "adapters with dropout": lambda s: s.set("lora", LORA | {"dropout": 0.1}),
+    "adapters of a pattern that cannot be read": lambda s: s.set("lora", LORA | {"targets": ["("]}),
+    "adapters that vLLM should keep": lambda s: (s.set("lora", LORA), s.set("engine", {"kind": "vllm"})),
+    "adapters without peft": lambda s: (s.set("lora", LORA), without(s, "peft")),
     "a machine without torch": lambda s: s.patch.setattr("asyncrl.preflight.importlib.util.find_spec", lambda name: None),
 }

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from asyncrl import cli, place_check
 from asyncrl.config import parse_config
@@ -112,6 +113,13 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
     assert (beside.memory_bytes, beside.disk_bytes) == (40 * parameters, 4 * parameters + 24 * parameters)
     assert beside.shared_bytes == sizes.shared_bytes
     scene.set("advantages", {"kind": "grpo"})
+    scene.set("lora", {"kind": "lora", "rank": 1})
+    adapted = needs_of(parse_config(scene.tree, base=scene.folder))
+    matrices = [tensor.shape for tensor in load_file(scene.model / "model.safetensors").values() if tensor.ndim == 2]
+    trained = sum(rows + columns for rows, columns in matrices)
+    assert adapted.memory_bytes == (4 + 4) * parameters + (4 + 8 + 4) * trained, "the frozen model is the reference too"
+    assert adapted.disk_bytes == 4 * parameters + 12 * trained
+    scene.set("lora", "none")
     scene.set("eval", {"kind": "sets", "sets": {"held_out": {"prompts": {"kind": "function", "function": "task.py:questions"}}}})
     assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == 3 * 4 * parameters + 12 * parameters
     scene.set("eval.best", {"kind": "none"})

@@ -18,6 +18,7 @@ from asyncrl.config import load_config
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "arithmetic" / "quickstart.yaml"
 VLLM = QUICKSTART.with_name("vllm.yaml")
+LORA = QUICKSTART.with_name("lora.yaml")
 MIXTURE = QUICKSTART.with_name("mixture.yaml")
 LIMIT_S = 240
 
@@ -64,6 +65,45 @@ def test_vllm_is_the_only_difference_of_its_recipe() -> None:
     assert vllm.pop("engine") == plain.pop("engine") | {"kind": "vllm"}
     assert vllm["run"].pop("name") != plain["run"].pop("name")
     assert vllm == plain
+
+
+def test_adapters_and_their_learning_rate_are_the_only_differences_of_their_recipe() -> None:
+    plain, lora = (yaml.safe_load(path.read_text()) for path in (QUICKSTART, LORA))
+    assert lora.pop("lora") == {"kind": "lora", "rank": 8}
+    assert lora["run"].pop("name") != plain["run"].pop("name")
+    assert lora["trainer"].pop("learning_rate") == pytest.approx(10 * plain["trainer"].pop("learning_rate"))
+    assert lora == plain
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_recipe_with_adapters_learns_and_leaves_a_model_and_the_adapters(finished: Path) -> None:
+    """Engine and trainer agree after versions that hold adapters alone, and after them the reward is higher."""
+    run("-m", "asyncrl.cli", "train", str(LORA), f"run.folder={finished}", "run.steps=24", "eval.every_steps=12",
+        "eval.sets.held_out.limit=64", "warm_up.until_accuracy=0.06", "warm_up.threads=1", "run.probe.every_steps=8",
+        "run.probe.max_mean_gap=1.0e-4", "lora.rank=4", "lora.export_adapters=true", "trainer.schedule.warm_up_steps=2")
+    folder = finished / "lora"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ledger_closed"] is True
+    assert summary["reward_last"] > summary["reward_first"]
+    assert (folder / "model" / "adapter" / "adapter_model.safetensors").is_file()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    sent = [row["weights/payload_bytes/mean"] for row in rows if "weights/payload_bytes/mean" in row]
+    assert max(sent[1:]) < (folder / "model" / "model.safetensors").stat().st_size / 2
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None or importlib.util.find_spec("peft") is None,
+                    reason="vLLM or peft is not installed")
+def test_a_recipe_with_adapters_runs_with_vllm(finished: Path) -> None:
+    run("-m", "asyncrl.cli", "train", str(LORA), f"run.folder={finished}", "run.name=lora-vllm", "engine.kind=vllm",
+        "weights.interruption=recompute", "run.steps=4", "eval.every_steps=2", "eval.sets.held_out.limit=32", "warm_up.until_accuracy=0.06",
+        "warm_up.threads=1", "run.probe.every_steps=2", "run.probe.max_mean_gap=1.0e-4")
+    summary = json.loads((finished / "lora-vllm" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["ledger_closed"] is True
+    assert summary["staleness_max"] <= 2
 
 
 @pytest.mark.vllm
