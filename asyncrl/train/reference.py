@@ -46,7 +46,7 @@ class Reference:
 
 def load_reference(folder: Path, ranks: Ranks, *, settings: TrainerConfig) -> Reference:
     """A frozen copy of the model in a folder, this rank's share of it. Every rank calls it."""
-    policy = load_policy(folder)
+    policy = load_policy(folder, chunk_logits=settings.logits_chunk, routing_replay=settings.routing_replay)
     policy.requires_grad_(False)
     make_ready(policy, ranks, settings)
     return Reference(policy)

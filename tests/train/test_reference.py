@@ -25,7 +25,9 @@ from asyncrl.train.reference import Reference
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch
 from tests.tiny_model import make_tiny_model
+from tests.tiny_moe import make_tiny_moe
 from tests.train.plain_logprobs import assert_close, gradients_of, plain_model, plain_scores
+from tests.train.test_routing_replay import batch as routed_batch
 from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on, weights
 
 IN_LOSS = {"kind": "in_loss", "coefficient": 0.2}
@@ -46,6 +48,21 @@ def test_at_the_initial_weights_the_kl_is_exactly_0_and_pulls_nowhere(reference:
     assert metrics["reference/kl_k1/mean"] == metrics["reference/kl_k3/mean"] == 0.0
     assert metrics.get("reference/loss/mean", 0.0) == metrics.get("reference/penalty/mean", 0.0) == 0.0
     assert all(torch.equal(weight, weights(free)[name]) for name, weight in weights(held).items())
+
+
+@pytest.mark.parametrize("logits_chunk", [1, 100])
+def test_it_reads_logits_in_the_same_chunks(logits_chunk: int, tiny: Path, tmp_path: Path) -> None:
+    rank = inline_rank(tiny, tmp_path, reference=IN_LOSS, logits_chunk=logits_chunk)
+    assert step_on(rank, random_batch(0)).metrics.result()["reference/kl_k3/mean"] == 0.0
+
+
+def test_its_tokens_go_to_the_experts_that_were_recorded(tmp_path: Path) -> None:
+    """Any other choice would be another model, at equal weights."""
+    moe = make_tiny_moe(tmp_path / "moe")
+    rank = inline_rank(moe, tmp_path, reference=IN_LOSS, correction="none", routing_replay=True)
+    first, second = (step_on(rank, routed_batch()).metrics.result() for _ in range(2))
+    assert first["train/routing_flips/frac"] > 0.4
+    assert first["reference/kl_k3/mean"] == 0.0 < second["reference/kl_k3/mean"]
 
 
 def test_the_reference_stays_while_the_policy_moves(tiny: Path, tmp_path: Path) -> None:
