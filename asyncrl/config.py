@@ -14,10 +14,12 @@ from pydantic import Field, model_validator
 
 from asyncrl import yaml_text
 from asyncrl.buffer.config import BufferConfig
+from asyncrl.colocation_config import ColocationConfig, NoColocation
 from asyncrl.errors import ConfigError
 from asyncrl.lora_config import NO_LORA, LoRAConfig
 from asyncrl.overrides import apply_overrides, parse_overrides
 from asyncrl.pairs import (
+    check_colocation,
     check_deadline,
     check_deterministic,
     check_engine,
@@ -121,6 +123,8 @@ class RunConfig(Section):
     """Whether the model's own weights are trained, or low-rank adapters beside them, which the engine then has too."""
     weights: WeightsConfig = WeightsConfig()
     """How the engine gets what was learnt."""
+    colocation: ColocationConfig = NoColocation()
+    """Whether engine and trainer share a device, each with its memory in turn."""
     eval: EvalConfig = NoEval()
     """What is asked beside the training."""
     run: RunSection
@@ -141,8 +145,10 @@ class RunConfig(Section):
         check_routing_replay(self.training, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)})
         check_deadline(self.env, buffer=self.buffer)
         check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)
+        engines = {self.engine.kind: self.engine.capabilities(context_tokens=0)}
+        check_colocation(self.colocation, buffer=self.buffer, weights=self.weights, engines=engines)
         if self.run.deterministic:
-            check_deterministic(self.buffer, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)},
+            check_deterministic(self.buffer, engines=engines,
                                 goes_by_rewards=self.prompts.goes_by_rewards)
         if isinstance(self.prompts, MixturePrompts):
             check_mixture(self.prompts, env=self.env, sampling=sampling, engine=self.engine, buffer=self.buffer, weights=self.weights)

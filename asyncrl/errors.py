@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MOST_SHOWN = 500
@@ -112,6 +112,13 @@ class RunStopped(AsyncRLError):
 
 class RunAborted(AsyncRLError):
     """A safety limit ended the run; the message names the limit and the likely cause."""
+
+
+def note_others(error: BaseException, failures: Sequence[BaseException]) -> None:
+    """Keep what else went wrong with the error that is raised."""
+    for failure in failures:
+        if failure is not error:
+            error.add_note(f"the run also failed with {type(failure).__name__}: {failure}")
 
 
 def text_of(error: BaseException) -> str:

@@ -28,10 +28,11 @@ from asyncrl.buffer.recorder import BatchRecord, MemoryRecorder
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
-from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped
+from asyncrl.colocation import Turns
+from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped, note_others
 from asyncrl.meter import Meter
 from asyncrl.observer import AsideRollouts, Observer
-from asyncrl.pairs import check_deterministic, check_pairs, check_routing_replay
+from asyncrl.pairs import check_colocation, check_deterministic, check_pairs, check_routing_replay
 from asyncrl.paths import RunPaths, make_shared_folder
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
 from asyncrl.rollout.engine import Engine, Interruption, require_adapters
@@ -49,7 +50,7 @@ from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.trainer import StepResult, Trainer
-from asyncrl.types import Prompt
+from asyncrl.types import Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -80,16 +81,18 @@ class Run:
         for part in self.engines:
             require_adapters(part.capabilities, trainer.config.lora, engine=part.name)
         check_sets(self.options.eval_sets, engines=self.engines)
-        check_routing_replay(trainer.config, engines={part.name: part.capabilities for part in self.engines})
+        capabilities = {part.name: part.capabilities for part in self.engines}
+        check_routing_replay(trainer.config, engines=capabilities)
+        check_colocation(self.options.colocation, buffer=buffer.config, weights=self.options.weights, engines=capabilities)
         if self.options.deterministic:
-            check_deterministic(buffer.config, engines={part.name: part.capabilities for part in self.engines},
-                                goes_by_rewards=prompts.goes_by_rewards)
+            check_deterministic(buffer.config, engines=capabilities, goes_by_rewards=prompts.goes_by_rewards)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
         self.router = Router(self.engines, drain_timeout_s=self.options.weights.drain_timeout_s,
                              apply_timeout_s=self.options.weights.apply_timeout_s)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
+        self.turns = Turns(self.options.colocation, router=self.router, trainer=trainer, weights=self.weights)
         self.index = 0
         self.notes: dict[str, Any] = {}
         """The caller's own, as msgpack can carry it: saved with every checkpoint, back after a resume."""
@@ -98,6 +101,7 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._entered = self._open = False
         self._unreported: BaseException | None = None
+        self._probed: tuple[int, list[Rollout]] | None = None
         self.paths: RunPaths
         self._failure: asyncio.Future[BaseException]
         self._stream: Iterator[Prompt]
@@ -112,7 +116,7 @@ class Run:
             self.paths.make()
             await self._start()
         except BaseException as error:
-            _note(error, await self._stop())
+            note_others(error, await self._stop())
             raise
         self._open = True
         return self
@@ -133,7 +137,7 @@ class Run:
         if self._unreported is not None:
             failures.insert(0, self._unreported)
         if error is not None:
-            _note(error, failures)
+            note_others(error, failures)
         elif failures:
             raise failures[0]
 
@@ -188,8 +192,11 @@ class Run:
         began_s = now_s()
         batch = await self._or_failure(self.buffer.take())
         if batch is None:
+            await self._judge_probe()
             return None
         waited_s = now_s() - began_s
+        await self._or_failure(self.turns.to_trainer())
+        await self._judge_probe()
         self.recorder.batch_recorded(BatchRecord.of(batch, seed=self.options.seed, learning_rate=self.trainer.learning_rate))
         result = await self.trainer.step(batch)
         self.buffer.trained(batch)
@@ -199,6 +206,7 @@ class Run:
         if self.trainer.checkpoint_due:
             await self.trainer.checkpoint(self.state().to_bytes())
         if result.version % self.options.weights.publish_every_steps == 0:
+            await self.turns.to_engines()
             await self.weights.publish()
         self.account()
         return StepReport(index=self.index, version=result.version, metrics=self._measure(result, waited_s=waited_s), batch=batch)
@@ -264,7 +272,9 @@ class Run:
         probed = tuple(itertools.islice(self._waiting, self.options.probe.prompts))
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._start_trainer(checkpoint))
+                trainer_starts = tasks.create_task(self._start_trainer(checkpoint))
+                if self.turns.taken:
+                    await trainer_starts
                 for engine in self.engines:
                     tasks.create_task(engine.start(self.paths))
         except BaseExceptionGroup as failures:
@@ -282,9 +292,10 @@ class Run:
         self._meter = Meter(self.router)
 
     async def _start_trainer(self, checkpoint: Path | None) -> None:
-        await self.trainer.start(self.paths, weights=self.options.weights, deterministic=self.options.deterministic)
+        await self.trainer.start(self.paths, weights=self.turns.published(self.options.weights), deterministic=self.options.deterministic)
         if checkpoint:
             await self.trainer.restore(checkpoint)
+        await self.turns.to_engines()
 
     def _restore(self, state: RunState) -> None:
         """Go on from a checkpoint: counters as they were, prompts that were not finished first."""
@@ -339,13 +350,22 @@ class Run:
         if not self.observer.probe_is_due(self.index) or self.weights.published_version != self.trainer.version:
             return
         with self._meter.aside():
-            version, rollouts = await self._or_failure(self.observer.roll_out_probe(self.index))
-            parity = await self.observer.judge_probe(version, rollouts)
-        self._meter.probed(parity)
+            self._probed = await self._or_failure(self.observer.roll_out_probe(self.index))
+        if not self.turns.taken:
+            await self._judge_probe()
+
+    async def _judge_probe(self) -> None:
+        """Where there are turns, in the trainer's."""
+        if self._probed is not None:
+            (version, rollouts), self._probed = self._probed, None
+            with self._meter.aside():
+                parity = await self.observer.judge_probe(version, rollouts)
+            self._meter.probed(parity)
 
     def _measure(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
         metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens)
-        for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics(), self.prompts.metrics()):
+        for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics(), self.turns.take_metrics(),
+                     self.prompts.metrics()):
             metrics.merge(part)
         found = metrics.result()
         return found | self._meter.split(found)
@@ -377,10 +397,3 @@ class Run:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _note(error: BaseException, failures: Sequence[BaseException]) -> None:
-    """Keep what else went wrong with the error that is raised."""
-    for failure in failures:
-        if failure is not error:
-            error.add_note(f"the run also failed with {type(failure).__name__}: {failure}")

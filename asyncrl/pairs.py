@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.buffer.config import BufferConfig, check_publish_interval
+from asyncrl.colocation_config import NoColocation, TurnsColocation
 from asyncrl.errors import ConfigError
 from asyncrl.lora_config import NO_LORA, LoRAConfig, adapters_of
 from asyncrl.rollout.config import EngineConfig
-from asyncrl.rollout.engine import Capabilities, Interruption, require, require_adapters
+from asyncrl.rollout.engine import Capabilities, Interruption, require, require_adapters, require_sleep
 from asyncrl.rollout.eval_set import check_set_sampling
 from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval, SingleTurnConfig
 from asyncrl.train.advantages_config import AdvantagesConfig, SoftOverlong
@@ -98,6 +99,25 @@ def check_overlong(advantages: AdvantagesConfig, *, prompts: PromptsConfig, samp
                           value=(overlong.max_tokens, overlong.cache_tokens, longest),
                           allowed="a penalty that begins, at max_tokens − cache_tokens, below the longest completion",
                           remedy="As a rule max_tokens is sampling.max_new_tokens; or remove advantages.overlong.")
+
+
+def check_colocation(colocation: NoColocation | TurnsColocation, *, buffer: BufferConfig, weights: WeightsConfig,
+                     engines: Mapping[str, Capabilities]) -> None:
+    """Raise ConfigError unless engines and trainer can take turns: no engine writes while the trainer trains, and every one can sleep."""
+    if not isinstance(colocation, TurnsColocation):
+        return
+    if buffer.policy.kind != "fixed_lag" and (buffer.policy.kind, buffer.max_staleness) != ("lease", 0):
+        raise ConfigError("colocation.kind, buffer.policy.kind, buffer.max_staleness",
+                          value=("turns", buffer.policy.kind, buffer.max_staleness),
+                          allowed="fixed_lag, or lease with max_staleness 0, where engines and trainer take turns",
+                          remedy="Else engines write while the trainer trains, and would need the memory then; set buffer.max_staleness=0, "
+                                 "or colocation.kind=none.")
+    if weights.anchor_every_versions is not None:
+        raise ConfigError("colocation.kind, weights.anchor_every_versions", value=("turns", weights.anchor_every_versions),
+                          allowed="no interval of anchors where engines and trainer take turns",
+                          remedy="Leave it out: an engine that slept has nothing that a delta could change; all versions are anchors.")
+    for name, capabilities in engines.items():
+        require_sleep(capabilities, engine=name)
 
 
 def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilities], goes_by_rewards: bool) -> None:

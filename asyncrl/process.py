@@ -92,6 +92,18 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def release_free_memory() -> None:
+    """Give the kernel back what was freed and the C library keeps for later; nothing where it is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def reap(pid: int, *, asked: bool, inherited_bytes: int = 0) -> Exit:
     """Wait for an ended child and take its resource use."""
     _, status, usage = os.wait4(pid, 0)

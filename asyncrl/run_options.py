@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.colocation_config import NoColocation, TurnsColocation
 from asyncrl.rollout.eval_set import EvalSet
 from asyncrl.rollout.task_config import ProbeConfig
 from asyncrl.run_state import Resume
@@ -31,6 +32,8 @@ class RunOptions:
     """Two runs on one machine give the same bits; docs/determinism.md says what that needs and what it costs."""
     eval_sets: tuple[EvalSet, ...] = ()
     """Held-out sets, what `Run.evaluate` asks."""
+    colocation: NoColocation | TurnsColocation = field(default_factory=NoColocation)
+    """Whether engines and trainer share a device, each with its memory in turn: docs/engines.md."""
     resume: Resume = None
     """Whether to go on from a checkpoint in the run's folder."""
 

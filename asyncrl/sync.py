@@ -76,6 +76,8 @@ class WeightSync:
         for name in update.failed:
             self._buffer.fence(name)
         self._metrics.mean("weights/sync_s/mean", update.seconds, count=1)
+        if update.woken:
+            self._metrics.last("colocation/wake_s/last", update.seconds)
         self._metrics.mean("weights/density/mean", manifest.density, count=1)
         self._metrics.mean("weights/payload_bytes/mean", manifest.payload_bytes, count=1)
         self._trainer.retain(manifest.version)

@@ -179,7 +179,7 @@ def build(config: RunConfig, *, model: Path, resumed: RunState | None = None) ->
                       reference=config.reference, lora=config.lora, **dict(config.trainer))
     options = RunOptions(name=config.run.name, folder=config.run.folder, seed=config.run.seed, weights=config.weights,
                          probe=config.run.probe, error_budget=config.run.error_budget, deterministic=config.run.deterministic,
-                         eval_sets=build_eval_sets(config), resume="newest" if resumed else None)
+                         eval_sets=build_eval_sets(config), colocation=config.colocation, resume="newest" if resumed else None)
     sampling = build_sampling(config, others=sources_of(asked for asked in options.eval_sets if asked.sampling is None))
     return Run(prompts=build_prompts(config), engine=build_engine(config, model=model, version=resumed.version if resumed else 0),
                env=build_env(config, others=sources_of(asked for asked in options.eval_sets if asked.env is None)), sampling=sampling,

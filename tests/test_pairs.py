@@ -13,6 +13,7 @@ LAG = "buffer.policy={kind: fixed_lag, lag_steps: 1}"
 WINDOW = "buffer.window, buffer.max_staleness, weights.publish_every_steps"
 RANKS = "trainer.processes, trainer.minibatches_per_step, buffer.groups_per_step, buffer.group_size"
 NEVER = "advantages.overlong.max_tokens, advantages.overlong.cache_tokens, sampling.max_new_tokens"
+TURNS = "colocation.kind, buffer.policy.kind, buffer.max_staleness"
 STALE = "run.deterministic, buffer.policy.kind, buffer.max_staleness"
 REFUSED: list[tuple[list[str], str]] = [
     (["correction=null"], "correction, buffer.max_staleness"),
@@ -55,12 +56,17 @@ REFUSED: list[tuple[list[str], str]] = [
     (["run.deterministic=true", "buffer.max_staleness=0", "engine.kind=vllm"], "run.deterministic, engine.kind"),
     (["run.deterministic=true", "buffer.max_staleness=0", "engine.kind=inline", "prompts.curriculum={kind: pass_rate}"],
      "run.deterministic, prompts.curriculum"),
+    (["colocation.kind=turns"], TURNS), (["colocation.kind=turns", "buffer.max_staleness=0", "buffer.policy=soft"], TURNS),
+    (["colocation.kind=turns", "buffer.max_staleness=0", "weights.anchor_every_versions=2"],
+     "colocation.kind, weights.anchor_every_versions"),
+    (["colocation.kind=turns", "buffer.max_staleness=0", "engine.kind=vllm"], "colocation.kind, engine.kind"),
     (["loss.kind=ppo"], "loss.kind, correction.kind"), (["loss.max_tokens=4"], "loss.aggregation, loss.max_tokens")]
 ACCEPTED: list[list[str]] = [
     ["buffer.group_size=1", "advantages=reinforce_plus_plus"], ["buffer.group_size=1", "advantages=gae"],
     ["sampling.max_new_tokens=6", "advantages.overlong={kind: soft, max_tokens: 8, cache_tokens: 3}"],
     ["run.deterministic=true", "engine.kind=inline", "buffer.max_staleness=0"],
     ["run.deterministic=true", "engine.kind=inline", LAG, "weights.interruption=drain"],
+    ["colocation.kind=turns", "buffer.max_staleness=0"], ["colocation.kind=turns", LAG, "weights.interruption=drain"],
     ["correction=null", "buffer.max_staleness=0"], [LAG, "weights.interruption=drain", "weights.drain_timeout_s=5"],
     ["trainer.minibatches_per_step=32"], ["trainer.processes=16", "trainer.minibatches_per_step=32"], ["buffer.window=65"],
     ["weights.publish_every_steps=3", "eval.kind=none"], ["buffer.depth_groups=87"], ["buffer.depth_groups=32"],

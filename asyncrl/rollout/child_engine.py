@@ -7,7 +7,8 @@
     hold              {} → {running: [key]}; starts no more requests until resume
     pause             {kind} → {messages: how many chunk messages were sent so far}
     apply             {manifest} → {state_hash, pause_s, recomputed_tokens}
-    resume · health
+    sleep             {} → {freed_bytes, resident_bytes_before, resident_bytes}
+    resume · wake · health
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncrl.child import Child
 from asyncrl.errors import AbortNotHonoured, ChildDied, EngineError
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.chunk_stream import records_of
-from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
+from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption, Slept, require_sleep
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import ModelFacts, budget_tokens, refuse_unservable
 from asyncrl.types import Status
@@ -117,6 +118,15 @@ class ChildEngine:
     async def resume(self) -> None:
         """See `Engine.resume`. Raises WeightSyncError while the engine holds no version it could stamp tokens with."""
         await self._live_child().call("resume", timeout_s=_CALL_TIMEOUT_S)
+
+    async def sleep(self) -> Slept:
+        """See `Engine.sleep`."""
+        require_sleep(self.capabilities, engine=self.name)
+        return Slept(**(await self._live_child().call("sleep", timeout_s=_CALL_TIMEOUT_S)).body)
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        await self._live_child().call("wake", timeout_s=_CALL_TIMEOUT_S)
 
     async def health(self) -> Health:
         """See `Engine.health`."""

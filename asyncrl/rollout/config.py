@@ -71,7 +71,7 @@ class InlineEngineConfig(Section):
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=True, per_request_temperature=True,
             stop_strings=False, bit_reproducible=True, context_tokens=context_tokens, truncates=True, kept_sets=True,
-            routed_experts=True, lora="shared")
+            routed_experts=True, lora="shared", sleep=True)
 
 
 class TransformersEngineConfig(Section):
@@ -112,7 +112,7 @@ class TransformersEngineConfig(Section):
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
             stop_strings=False, bit_reproducible=False, context_tokens=context_tokens, truncates=True, kept_sets=True,
-            routed_experts=True, lora="shared")
+            routed_experts=True, lora="shared", sleep=True)
 
 
 class VLLMEngineConfig(Section):

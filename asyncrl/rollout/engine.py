@@ -66,6 +66,9 @@ class Capabilities:
         interruptions = self.interruptions - {Interruption.KEEP}
         return dataclasses.replace(self, adapters=adapters, interruptions=interruptions, in_place_recompute=False)
 
+    sleep: bool = False
+    """It can give weights and key-value cache back while others need the memory, and take them anew."""
+
     def unfollowed(self, sampling: Sampling) -> tuple[str, ...]:
         """Fields beyond temperature and stop strings that the engine does not have."""
         return tuple(name for name in sampling.biased_fields() if not (self.truncates and name in KEPT_SET_FIELDS))
@@ -124,6 +127,18 @@ class Health:
     peak_memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """What an engine gave back by falling asleep."""
+
+    freed_bytes: int
+    """Of weights and key-value cache."""
+    resident_bytes_before: int
+    """Of the engine's process, in RAM, as the kernel counts it; of an engine in the calling process all of that."""
+    resident_bytes: int
+    """The same, asleep."""
+
+
 class Engine(Protocol):
     """The contract; docs/interfaces.md has it in prose. `name` is unique in the run."""
 
@@ -147,6 +162,16 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Sample again."""
+
+    async def sleep(self) -> Slept:
+        """Give weights and key-value cache back; only while paused, with no request that holds a part of the cache.
+
+        Until `wake` and the next anchor nothing can be applied or sampled; requests wait as under any pause. Raises ConfigError without
+        the capability, EngineError.
+        """
+
+    async def wake(self) -> None:
+        """Take the memory again. The engine stays paused, and holds no version until an anchor is applied. Raises EngineError."""
 
     async def health(self) -> Health:
         """Raises ChildDied when the engine is gone."""
@@ -183,6 +208,13 @@ def require_adapters(capabilities: Capabilities, lora: LoRAConfig, *, engine: st
         raise ConfigError("lora, engine.lora", value=(trained, held),
                           allowed=f"the same rank, alpha, rslora and targets in the trainer and in {engine}, or none in both",
                           remedy="Give the engine the lora that the trainer has: what the trainer publishes is for such layers alone.")
+
+
+def require_sleep(capabilities: Capabilities, *, engine: str) -> None:
+    """Raise ConfigError when an engine is to sleep that cannot."""
+    if not capabilities.sleep:
+        raise ConfigError("colocation.kind, engine.kind", value=("turns", engine), allowed="engines whose capabilities say sleep",
+                          remedy="Take the transformers engine or the inline one, or set colocation.kind=none.")
 
 
 def require_sampling(capabilities: Capabilities, sampling: Sampling, *, engine: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.clock import now_s
 from asyncrl.errors import AbortNotHonoured, ChildDied, EngineError, WeightSyncError, WrongBase
 from asyncrl.paths import RunPaths
-from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption
+from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption, Slept
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.types import NOT_SAMPLED, Status
 from asyncrl.weights.manifest import Manifest
@@ -40,6 +40,10 @@ class Faults:
     """Text of the WeightSyncError that every apply ends with; the version stays."""
     wrong_hash: bool = False
     """The acknowledged state hash is off by one."""
+    sleep_error: str = ""
+    """Text of the EngineError that every sleep ends with."""
+    wake_error: str = ""
+    """Text of the EngineError that every wake ends with: the engine stays asleep."""
     stale_prefix_cache: bool = False
     """The cache of first-token results, keyed by prompt, survives an update: a known prompt is answered by its old version."""
 
@@ -70,7 +74,8 @@ class FakeEngine:
         self.name = name
         self.capabilities = Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=in_place_recompute, per_request_seed=True,
-            per_request_temperature=True, stop_strings=False, bit_reproducible=True, context_tokens=context_tokens)
+            per_request_temperature=True, stop_strings=False, bit_reproducible=True, context_tokens=context_tokens,
+            sleep=True)
         self.faults = Faults()
         self.calls: list[tuple[str, object]] = []
         self.version = NOT_SAMPLED
@@ -80,6 +85,7 @@ class FakeEngine:
         self._paused: Interruption | None = Interruption.DRAIN
         self._paused_at_s = 0.0
         self._interrupted_tokens = 0
+        self._asleep = False
         self._changed = asyncio.Condition()
         self._gone = ""
 
@@ -130,6 +136,8 @@ class FakeEngine:
         self._check_alive()
         if self._paused is None:
             raise WeightSyncError(f"engine {self.name}: weights are applied only between pause and resume")
+        if self._asleep:
+            raise WeightSyncError(f"engine {self.name} is asleep")
         if manifest.base is not None and manifest.base != self.version:
             raise WrongBase(f"engine {self.name} holds version {self.version}, the delta needs {manifest.base}")
         if self.faults.apply_error:
@@ -152,6 +160,24 @@ class FakeEngine:
             raise WeightSyncError(f"engine {self.name} holds no version to sample from: none has been applied")
         self._paused = None
         await self._notify()
+
+    async def sleep(self) -> Slept:
+        """See `Engine.sleep`."""
+        self.calls.append(("sleep", None))
+        self._check_alive()
+        running = sum(row.sampled_tokens > 0 for row in self._rows)
+        if self._paused is None or running or self._asleep or self.faults.sleep_error:
+            raise EngineError(self.faults.sleep_error or f"engine {self.name} is not paused, asleep, or running {running} requests")
+        self._asleep, self.version = True, NOT_SAMPLED
+        return Slept(freed_bytes=1000, resident_bytes_before=3000, resident_bytes=2000)
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self.calls.append(("wake", None))
+        self._check_alive()
+        if not self._asleep or self.faults.wake_error:
+            raise EngineError(self.faults.wake_error or f"engine {self.name} is not asleep")
+        self._asleep = False
 
     async def health(self) -> Health:
         """See `Engine.health`."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.clock import now_s
-from asyncrl.errors import ChildDied, WeightSyncError
+from asyncrl.errors import ChildDied, EngineError, WeightSyncError
 from asyncrl.lora_config import read_lora
 from asyncrl.paths import RunPaths
+from asyncrl.process import release_free_memory, resident_bytes
 from asyncrl.rollout.config import InlineEngineConfig
-from asyncrl.rollout.engine import Ack, Chunk, GenerationRequest, Health, Interruption
+from asyncrl.rollout.engine import Ack, Chunk, GenerationRequest, Health, Interruption, Slept
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import budget_tokens, read_facts, refuse_unservable
 from asyncrl.settings import validated
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from asyncrl.expert_routing import Routing
     from asyncrl.rollout.inline_wave import Row, Wave
+    from asyncrl.rollout.released_weights import ReleasableWeights
     from asyncrl.weights.receiver import Receiver
 
 
@@ -45,7 +47,9 @@ class InlineEngine:
         self.capabilities = self._config.capabilities(context_tokens=self._facts.context_tokens).serving(self._lora)
         self._model: PreTrainedModel | None = None
         self._routing: Routing | None = None
+        self._weights: ReleasableWeights | None = None
         self._receiver: Receiver | None = None
+        self._asleep = False
         self._runner: asyncio.Task[None] | None = None
         self._waiting: deque[Row] = deque()
         self._wave: Wave | None = None
@@ -59,13 +63,14 @@ class InlineEngine:
     async def start(self, paths: RunPaths) -> None:
         """Load the model. The engine is paused, and holds no version, until an anchor is applied."""
         from asyncrl.rollout.loaded_model import load_model, model_routing
+        from asyncrl.rollout.released_weights import ReleasableWeights
         from asyncrl.weights.receiver import Receiver
         from asyncrl.weights.store import StoreTransport
-        from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
         self._model = load_model(self._facts.folder, dtype=self._config.dtype, lora=self._lora)
         self._routing = model_routing(self._model) if self._facts.has_experts else None
-        self._receiver = Receiver(memory_targets(checkpoint_tensors(self._model)), store=StoreTransport(paths.weights))
+        self._weights = ReleasableWeights(self._model)
+        self._receiver = Receiver(self._weights.targets(), store=StoreTransport(paths.weights))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -99,6 +104,8 @@ class InlineEngine:
         self._check_alive()
         if self._paused is None or self._receiver is None:
             raise WeightSyncError(f"engine {self.name}: weights are applied only between pause and resume")
+        if self._asleep:
+            raise WeightSyncError(f"engine {self.name} is asleep: it has no memory for weights before it wakes")
         before = self._receiver.state_hash
         state_hash = self._receiver.apply(manifest)
         recomputed_tokens = 0
@@ -118,6 +125,31 @@ class InlineEngine:
         self._paused = None
         self._changed.set()
 
+    async def sleep(self) -> Slept:
+        """See `Engine.sleep`. The caches of a wave are gone with its last request."""
+        self._check_alive()
+        if self._paused is None or self._wave is not None or self._asleep:
+            raise EngineError(f"engine {self.name} cannot sleep: it is asleep, not paused, or in the middle of a wave")
+        assert self._weights is not None
+        assert self._receiver is not None
+        before_bytes = resident_bytes()
+        self._asleep = True
+        self._receiver.release("its memory was given back")
+        freed_bytes = self._weights.release()
+        release_free_memory()
+        return Slept(freed_bytes, before_bytes, resident_bytes())
+
+    async def wake(self) -> None:
+        """See `Engine.wake`."""
+        self._check_alive()
+        if not self._asleep:
+            raise EngineError(f"engine {self.name} cannot wake: it is not asleep")
+        assert self._weights is not None
+        assert self._receiver is not None
+        self._weights.restore()
+        self._receiver.rebind(self._weights.targets())
+        self._asleep = False
+
     async def health(self) -> Health:
         """See `Engine.health`."""
         self._check_alive()
@@ -130,7 +162,7 @@ class InlineEngine:
             self._runner.cancel()
             await asyncio.gather(self._runner, return_exceptions=True)
         self._end("it was closed")
-        self._model = self._receiver = None
+        self._model = self._weights = self._receiver = None
 
     @property
     def _version(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.clock import now_s
 from asyncrl.errors import AsyncRLError, ChildDied, ConfigError, RunAborted, WeightSyncError
-from asyncrl.rollout.engine import Ack, Chunk, Engine, GenerationRequest, Interruption
+from asyncrl.rollout.engine import Ack, Chunk, Engine, GenerationRequest, Interruption, Slept
 from asyncrl.weights.manifest import Manifest
 
 
@@ -24,6 +24,8 @@ class Update:
     """Engine → why it was fenced, in this update or since the one before."""
     seconds: float
     """From the first pause to the last resume."""
+    woken: bool = False
+    """Engines were asleep, and have taken their memory again."""
 
 
 class Router:
@@ -40,6 +42,7 @@ class Router:
         self._engines = {engine.name: engine for engine in engines}
         self._running = dict.fromkeys(names, 0)
         self._serving: set[str] = set()
+        self._asleep: set[str] = set()
         self.drain_timeout_s, self.apply_timeout_s = drain_timeout_s, apply_timeout_s
         self._why_fenced: dict[str, str] = {}
         self._reported: set[str] = set()
@@ -82,11 +85,14 @@ class Router:
     async def update(self, manifest: Manifest, interruption: Interruption) -> Update:
         """Pause, apply, verify, resume on every engine at once; an engine that fails is fenced and closed, the others go on.
 
-        Requests of a closed engine end with ChildDied and move. Raises RunAborted when no engine is left.
+        One that is asleep, and stands still already, wakes instead of pausing; it takes an anchor alone. Requests of a closed engine
+        end with ChildDied and move. Raises RunAborted when no engine is left.
         """
         began_s = now_s()
         names = [name for name in self._engines if name not in self._why_fenced]
+        woken = bool(self._asleep)
         results = await asyncio.gather(*(self._update_one(self._engines[name], manifest, interruption) for name in names))
+        self._asleep.clear()
         for name, result in zip(names, results, strict=True):
             if isinstance(result, str):
                 self._fence(name, result)
@@ -98,13 +104,43 @@ class Router:
             raise RunAborted(f"version {manifest.version} reached no engine: {self._why_fenced}")
         for name in failed:
             await self._engines[name].close()
-        return Update(acks, failed, now_s() - began_s)
+        return Update(acks, failed, now_s() - began_s, woken)
+
+    async def sleep(self) -> dict[str, Slept]:
+        """Have every engine end what it runs and give its memory back until the next update; by engine, what it gave.
+
+        One that fails is fenced and closed, the others sleep. Raises RunAborted when no engine is left.
+        """
+        names = sorted(self._serving)
+        results = await asyncio.gather(*(self._sleep_one(self._engines[name]) for name in names))
+        slept = {name: result for name, result in zip(names, results, strict=True) if isinstance(result, Slept)}
+        self._asleep |= set(slept)
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, str):
+                self._fence(name, result)
+                await self._engines[name].close()
+        if not slept:
+            raise RunAborted(f"no engine serves: {self._why_fenced}")
+        return slept
+
+    async def _sleep_one(self, engine: Engine) -> Slept | str:
+        what, limit_s = "pause", self.drain_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.pause(Interruption.DRAIN)
+            what, limit_s = "sleep", self.apply_timeout_s
+            async with asyncio.timeout(limit_s):
+                return await engine.sleep()
+        except AsyncRLError as error:
+            return f"{type(error).__name__}: {error}"
+        except TimeoutError:
+            return f"{what} did not return within {limit_s:g} s"
 
     async def _update_one(self, engine: Engine, manifest: Manifest, interruption: Interruption) -> Ack | str:
         what, limit_s = "pause", self.drain_timeout_s if interruption is Interruption.DRAIN else self.apply_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await engine.pause(interruption)
+                await (engine.wake() if engine.name in self._asleep else engine.pause(interruption))
             what, limit_s = "apply and resume", self.apply_timeout_s
             async with asyncio.timeout(limit_s):
                 ack = await engine.apply(manifest)

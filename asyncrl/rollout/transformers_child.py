@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.lora_config import LoRA
-from asyncrl.process import peak_memory_bytes
+from asyncrl.process import peak_memory_bytes, release_free_memory, resident_bytes
 from asyncrl.records import Wanted
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.loaded_model import load_model, model_routing
+from asyncrl.rollout.released_weights import ReleasableWeights
 from asyncrl.rollout.transformers_sampler import Job, Limits, Sampler
 from asyncrl.types import NOT_SAMPLED
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
-from asyncrl.weights.torch_pieces import checkpoint_tensors, memory_targets
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
@@ -50,13 +50,15 @@ class _Child:
         self._channel, self._stream = channel, ChunkStream(channel)
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
         routing = model_routing(model) if spec["has_experts"] else None
-        self._receiver = Receiver(memory_targets(checkpoint_tensors(model)), store=StoreTransport(Path(spec["weights"])))
+        self._weights = ReleasableWeights(model)
+        self._receiver = Receiver(self._weights.targets(), store=StoreTransport(Path(spec["weights"])))
+        self._asleep = False
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit,
                                routing=routing)
         self._handlers: dict[str, Callable[[Request], Mapping[str, Any]]] = {
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
-            "health": self._health}
+            "sleep": self._sleep, "wake": self._wake, "health": self._health}
 
     def handle(self, request: Request) -> None:
         """Answer one request; an error is the answer to the request that caused it."""
@@ -96,6 +98,8 @@ class _Child:
     def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self.sampler.paused:
             raise WeightSyncError("weights are applied only between pause and resume")
+        if self._asleep:
+            raise WeightSyncError("the engine is asleep: it has no memory for weights before it wakes")
         self.sampler.check_parked()
         before = self._receiver.state_hash
         state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
@@ -108,6 +112,26 @@ class _Child:
         if self._receiver.version is None:
             raise WeightSyncError(f"no version is held to sample from: {self._receiver.poisoned or 'none has been applied'}")
         self.sampler.resume()
+        return {}
+
+    def _sleep(self, request: Request) -> Mapping[str, Any]:
+        if self._asleep:
+            raise EngineError("the engine is asleep already")
+        before_bytes = resident_bytes()
+        freed_bytes = self.sampler.release_cache()
+        self._asleep = True
+        self._receiver.release("its memory was given back")
+        freed_bytes += self._weights.release()
+        release_free_memory()
+        return {"freed_bytes": freed_bytes, "resident_bytes_before": before_bytes, "resident_bytes": resident_bytes()}
+
+    def _wake(self, request: Request) -> Mapping[str, Any]:
+        if not self._asleep:
+            raise EngineError("the engine is not asleep")
+        self.sampler.restore_cache()
+        self._weights.restore()
+        self._receiver.rebind(self._weights.targets())
+        self._asleep = False
         return {}
 
     def _health(self, request: Request) -> Mapping[str, Any]:

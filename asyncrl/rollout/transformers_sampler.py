@@ -89,6 +89,7 @@ class Sampler:
         self._held = False
         self._sampled_at_pause = 0
         self._is_recording = False
+        self._cache_bytes = 0
         self._closing = False
         self._pause = contextlib.ExitStack()
         self.paused = False
@@ -165,6 +166,27 @@ class Sampler:
         with self._lock:
             self._held = False
             self._fill()
+
+    def release_cache(self) -> int:
+        """Free the key-value cache, in bytes. Raises EngineError unless paused, and while a job has a part of it."""
+        scheduler, states = self._batches().scheduler, self._states()
+        with self._lock:
+            holding = sum(states[key].position_offset > 0 for key in self._running if key in states)
+            if not self.paused or holding:
+                raise EngineError(f"the cache is given back between pause and resume, when no request holds a part; {holding} do")
+            for key in states.keys() - self._running.keys():
+                scheduler.set_request_cancellation(key)
+            scheduler.clear_cancelled_requests()
+        storage = self._batches().cache.cache_tensor.untyped_storage()
+        self._cache_bytes = storage.nbytes()
+        storage.resize_(0)
+        return self._cache_bytes
+
+    def restore_cache(self) -> None:
+        """Take the memory of the cache again, under all views of it."""
+        cache = self._batches().cache.cache_tensor
+        cache.untyped_storage().resize_(self._cache_bytes)
+        cache.zero_()  # as it was at first: what padding reads is multiplied by 0, and must be finite
 
     @property
     def running_requests(self) -> int:

@@ -36,6 +36,7 @@ from asyncrl.train.rate_scale import RateScale
 from asyncrl.train.ready import make_ready
 from asyncrl.train.recorded import MOST_RECORDED, keep_newest, save_recorded
 from asyncrl.train.reference import Reference, load_reference
+from asyncrl.train.residence import Residence
 from asyncrl.train.sft_step import supervised_step
 from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
@@ -66,15 +67,17 @@ class RankTrainer:
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
         self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
                                 reference=self._load_reference(policy), critic=self._load_critic())
+        self._residence = Residence.of(self._trainee)
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
 
     def handlers(self) -> dict[str, Any]:
-        """Operation by name, as `serve_calls` takes them."""
-        return {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "committed": self.committed,
-                "adopt": self.adopt, "save": self.save, "saved": self.saved, "restore": self.restore, "export": self.export,
-                "export_adapters": self.export_adapters}
+        """Operation by name, as `serve_calls` takes them. One that needs what is offloaded has it back for as long as it runs."""
+        at_home = {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "adopt": self.adopt, "save": self.save,
+                   "restore": self.restore, "export": self.export, "export_adapters": self.export_adapters}
+        return {"committed": self.committed, "saved": self.saved, "offload": self.offload, "onload": self.onload,
+                **{name: self._residence.at_home()(work) for name, work in at_home.items()}}
 
     def step(self, request: Request) -> Mapping[str, Any]:
         """Train on the batch in file `path`; rank 0 records it at `record`, where that is asked for."""
@@ -146,6 +149,14 @@ class RankTrainer:
         if self._trainee.critic is not None:
             self._trainee.critic.loaded()
         self._publisher = self._new_publisher()
+
+    def offload(self, request: Request) -> Mapping[str, Any]:
+        """Leave the device to others: the bytes that moved to the memory of the host."""
+        return {"bytes": self._residence.offload()}
+
+    def onload(self, request: Request) -> Mapping[str, Any]:
+        """Come back: the bytes that moved."""
+        return {"bytes": self._residence.onload()}
 
     def export(self, request: Request) -> None:
         """Write a Hugging Face folder to `folder`, in the `form` asked for."""

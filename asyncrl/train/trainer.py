@@ -132,8 +132,10 @@ class Trainer:
         packed = pack(batch)
         file = self._paths.batches / f"batch-{self.version:08d}.safetensors"
         packed.save(file)
+        every, made = self.config.trainer.record_batches_every_steps, self.version + 1
+        record = str(self._paths.recorded_batch(made)) if every is not None and made % every == 0 else ""
         try:
-            reply = (await self._call("step", {"path": str(file), "record": self._record_at(self.version + 1)}))[0].body
+            reply = (await self._call("step", {"path": str(file), "record": record}))[0].body
         except Exception:
             # How much of the step was done is not known. The next call finds no rank and recovers this version.
             await self._kill_ranks()
@@ -147,16 +149,8 @@ class Trainer:
         await self._settle(wait=False)
         return self._result(reply, sampled_tokens=packed.num_sampled_tokens)
 
-    def _record_at(self, step: int) -> str:
-        """Where this step's batch is recorded; "" where it is not."""
-        every = self.config.trainer.record_batches_every_steps
-        return str(self._paths.recorded_batch(step)) if every is not None and step % every == 0 else ""
-
     async def score(self, sequences: SequenceOf[Sequence], *, temperature: float | SequenceOf[float] = 1.0) -> list[NDArray[np.float32]]:
-        """[T] float32 logprobs of each sequence under the current weights, 0 at index 0. One temperature for all, or one for each.
-
-        Tokens with a kept set are normalised over it.
-        """
+        """[T] float32 logprobs of each sequence under the current weights, over kept sets, 0 at index 0. One temperature, or one each."""
         kept = list(sequences)
         if not kept:
             return []
@@ -247,6 +241,14 @@ class Trainer:
                               remedy="Export the model, or train with lora: {kind: lora, rank: 8}.")
         await self._call("export_adapters", {"folder": str(path)})
 
+    async def offload(self) -> int:
+        """Leave the device to others; what an operation needs comes back while it runs. Bytes that moved to the host, over all ranks."""
+        return sum(reply.body["bytes"] for reply in await self._call("offload"))
+
+    async def onload(self) -> int:
+        """Have the state on the device again; bytes that moved, over all ranks."""
+        return sum(reply.body["bytes"] for reply in await self._call("onload"))
+
     async def close(self) -> None:
         """End every rank. Safe to call twice, and before `start`.
 
@@ -275,12 +277,12 @@ class Trainer:
 
     async def _start_ranks(self) -> None:
         settings = self.config.trainer
-        rendezvous = self._paths.shared / f"rendezvous-{self._starts}" if settings.processes else None
+        rendezvous = str(self._paths.shared / f"rendezvous-{self._starts}") if settings.processes else None
         self._starts += 1
-        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=max(1, settings.processes),
-                          rendezvous=str(rendezvous) if rendezvous else None, store=str(self._paths.weights),
-                          published_dtype=self._publication.dtype, config=self.config, deterministic=self._deterministic)
-                 for rank in range(max(1, settings.processes))]
+        count = max(1, settings.processes)
+        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=count, rendezvous=rendezvous, config=self.config,
+                          store=str(self._paths.weights), published_dtype=self._publication.dtype, deterministic=self._deterministic)
+                 for rank in range(count)]
         self._ranks = (await ChildRanks.start(specs, logs=self._paths.logs, start_timeout_s=settings.start_timeout_s)
                        if settings.processes else InlineRank(specs[0]))
 

@@ -112,6 +112,16 @@ class Receiver:
             self.apply(link)
         return manifest.state_hash
 
+    def release(self, why: str) -> None:
+        """Let go of the model's memory, which is given up: no version is held, and nothing can be applied before `rebind`."""
+        self._targets = {}
+        self._held, self._poisoned = None, why
+
+    def rebind(self, targets: Mapping[str, Target]) -> None:
+        """Write to other memory from now on, of the same tensors. No version is held: an anchor is needed."""
+        self._targets = dict(targets)
+        self._held, self._poisoned = None, self._poisoned or "the model's memory was exchanged"
+
     def audit(self) -> int:
         """Hash all of the model's memory anew and return it. Raises WeightSyncError, and is poisoned, when it is not what was applied."""
         held = self._held

@@ -168,12 +168,12 @@ async def pause_delivers_every_token_and_lets_none_out(rig: Rig) -> None:
              for index, prompt in enumerate(rig.prompts)]
     await rig.write(rig.prompts[0], Sampling(max_new_tokens=4), seed=99)
     await rig.engine.pause(Interruption.KEEP)
-    await _ticks()
+    await ticks()
     at_pause = [sum(len(chunk.tokens) for chunk in stream) for stream in streams]
     assert sum(at_pause) > 0
     for _ in range(3):
         await rig.engine.health()
-    await _ticks()
+    await ticks()
     assert [sum(len(chunk.tokens) for chunk in stream) for stream in streams] == at_pause
     await rig.engine.resume()
     for written in await asyncio.gather(*tasks):
@@ -184,9 +184,9 @@ async def a_request_that_comes_while_paused_waits_for_resume(rig: Rig) -> None:
     await rig.begin()
     await rig.engine.pause(Interruption.KEEP)
     task = asyncio.create_task(rig.write(rig.prompts[0], Sampling(max_new_tokens=3)))
-    await _ticks()
+    await ticks()
     await rig.engine.health()
-    await _ticks()
+    await ticks()
     assert not task.done()
     await rig.apply(1, 0)
     await rig.engine.resume()
@@ -230,10 +230,10 @@ async def drain_lets_running_requests_finish_and_starts_none(rig: Rig) -> None:
     long, short = rig.start_long(Sampling(max_new_tokens=20))
     await short
     pausing = asyncio.create_task(rig.engine.pause(Interruption.DRAIN))
-    await _ticks()
+    await ticks()
     late = asyncio.create_task(rig.write(rig.prompts[1], Sampling(max_new_tokens=3), seed=7))
     await pausing
-    await _ticks()
+    await ticks()
     assert not late.done()
     await rig.apply(1, 0)
     await rig.engine.resume()
@@ -300,7 +300,7 @@ async def closing_the_iterator_cancels_the_request(rig: Rig) -> None:
     await rig.begin()
     await rig.engine.pause(Interruption.KEEP)
     task = asyncio.create_task(rig.write(rig.prompts[0], Sampling(max_new_tokens=50)))
-    await _ticks()
+    await ticks()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await rig.engine.resume()
@@ -309,11 +309,11 @@ async def closing_the_iterator_cancels_the_request(rig: Rig) -> None:
     for one in long:
         one.cancel()
     await asyncio.gather(*long, return_exceptions=True)
-    await _ticks()
+    await ticks()
     assert (await rig.engine.health()).running_requests == 0
     stream = rig.engine.generate(GenerationRequest("closed", rig.prompts[0], Sampling(max_new_tokens=200), seed=0))
     first = asyncio.ensure_future(anext(stream))
-    await _ticks()
+    await ticks()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await stream.aclose()
@@ -377,6 +377,7 @@ MODEL_RULES = (weights_that_break_the_logits_end_requests_without_a_made_up_logp
 """For engines with a model; version 3, a delta on 2, is broken."""
 
 
-async def _ticks(count: int = 20) -> None:
+async def ticks(count: int = 20) -> None:
+    """Let whatever is ready run."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from asyncrl.paths import RunPaths
 from asyncrl.rollout.engine import Chunk, GenerationRequest, Interruption
 from asyncrl.rollout.fake_engine import FakeEngine, Faults, counting_policy, fake_manifest
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract
+from tests.rollout import engine_contract, sleep_contract
 from tests.rollout.engine_contract import Rig, Written
 
 EOS_TOKENS = frozenset({1, 5})
@@ -37,7 +37,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield Rig(engine, runner.run, lambda version, base: fake_manifest(version, base=base), _truth, EOS_TOKENS, prompts)
 
 
-@pytest.mark.parametrize("rule", engine_contract.RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*engine_contract.RULES, *sleep_contract.RULES], ids=lambda rule: rule.__name__)
 def test_contract(rig: Rig, rule) -> None:
     rig.run(rule(rig))
 

@@ -16,7 +16,7 @@ from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.inline_wave import sample
 from asyncrl.rollout.truncation import Truncation, limits_of, renormalised
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
-from tests.rollout import engine_contract, records_contract
+from tests.rollout import engine_contract, records_contract, sleep_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -37,7 +37,8 @@ def rig(model: PublishedModel) -> Iterator[Rig]:
         runner.run(made.engine.close())
 
 
-@pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*engine_contract.RULES, *sleep_contract.RULES, *engine_contract.MODEL_RULES],
+                         ids=lambda rule: rule.__name__)
 def test_contract(rig: Rig, rule) -> None:
     rig.run(rule(rig))
 

@@ -273,6 +273,53 @@ def test_a_draining_update_waits_for_running_requests_and_new_ones_wait_for_it()
     run_virtual(main())
 
 
+def test_engines_sleep_after_what_they_run_and_wake_with_the_next_update():
+    async def main():
+        engines = FakeEngine(name="a"), FakeEngine(name="b")
+        router = await router_of(*engines)
+        running = asyncio.create_task(consume(router, 4))  # to 4
+        await asyncio.sleep(1.5)
+        slept = await router.sleep()
+        assert now_s() == 4
+        assert {name: one.freed_bytes for name, one in slept.items()} == {"a": 1000, "b": 1000}
+        assert await running == [Status.LENGTH]
+        waiting = asyncio.create_task(consume(router, 1))
+        await asyncio.sleep(5)
+        assert not waiting.done()
+        for version, woken in ((1, True), (2, False)):
+            update = await router.update(fake_manifest(version), KEEP)
+            assert (set(update.acks), update.woken) == ({"a", "b"}, woken)
+        assert await waiting == [Status.LENGTH]
+        for engine in engines:
+            calls = [name for name, _ in engine.calls if name not in ("generate", "start")]
+            assert calls[-8:] == ["pause", "sleep", "wake", "apply", "resume", "pause", "apply", "resume"]
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("fault", ["dies", "does not sleep", "does not wake", "wakes to other weights"])
+def test_an_engine_that_fails_asleep_is_fenced_and_never_serves_again(fault: str):
+    async def main():
+        engine, other = FakeEngine(name="a"), FakeEngine(name="b")
+        router = await router_of(engine, other)
+        engine.faults = {"does not sleep": Faults(sleep_error="too tired"), "does not wake": Faults(wake_error="no memory"),
+                         "wakes to other weights": Faults(wrong_hash=True)}.get(fault, Faults())
+        assert set(await router.sleep()) == ({"b"} if fault == "does not sleep" else {"a", "b"})
+        if fault == "dies":
+            engine.die()
+        update = await router.update(fake_manifest(1), KEEP)
+        assert list(update.acks) == ["b"]
+        reason = {"dies": "signal 9", "does not sleep": "too tired", "does not wake": "no memory", "wakes to other weights": "state hash"}
+        assert reason[fault] in update.failed["a"]
+        assert router.serving == ("b",)
+        assert engine.calls[-1][0] == "close"
+        await asyncio.gather(*(consume(router, 1) for _ in range(4)))
+        assert not requests_of(engine)
+        other.faults = Faults(sleep_error="nor this one")
+        with pytest.raises(RunAborted, match=r"no engine serves: .*nor this one"):
+            await router.sleep()
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("names", [[], ["a", "a"]])
 def test_engines_need_names_of_their_own(names):
     async def main():

@@ -21,7 +21,7 @@ from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.transformers_engine import TESTED_TRANSFORMERS, TransformersEngine
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract, records_contract
+from tests.rollout import engine_contract, records_contract, sleep_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -45,7 +45,8 @@ def test_nothing_is_sampled_before_an_anchor(model: PublishedModel, rig: Rig) ->
     rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
 
 
-@pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*engine_contract.RULES, *sleep_contract.RULES, *engine_contract.MODEL_RULES],
+                         ids=lambda rule: rule.__name__)
 def test_contract(rig: Rig, rule) -> None:
     rig.run(rule(rig))
 
