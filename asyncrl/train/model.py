@@ -76,7 +76,8 @@ class Body(nn.Module):
                               allowed=f"one that does not depend on the longest sequence of a micro-batch, here {inputs.segments.longest}",
                               remedy="Train on shorter sequences or choose a model with a fixed rotary embedding.")
         if self.routing is not None:
-            self.routing.replay(inputs.experts, rows=len(inputs.tokens))
+            is_dummy = not len(inputs.sources)
+            self.routing.replay(inputs.experts, rows=0 if is_dummy else len(inputs.tokens))
         return self.lm.base_model(input_ids=inputs.tokens[None], position_ids=inputs.positions[None], use_cache=False,
                                   segments=inputs.segments).last_hidden_state[0].index_select(0, inputs.sources)
 

@@ -129,6 +129,30 @@ def test_the_split_into_micro_batches_does_not_move_the_gradient(moe: Path, tmp_
         torch.testing.assert_close(two[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_two_ranks_replay_what_one_does(moe: Path, tmp_path: Path) -> None:
+    """Sharded by FSDP2, micro-batches spread, a dummy among them."""
+    rollouts = [rollout(group, index, routed([4 + group, 7, 7], list(range(2, 5 + index)), seed=10 * group + index), reward=float(index))
+                for group in range(3) for index in range(2)]
+
+    async def step(processes: int) -> tuple[dict[str, float], list[np.ndarray]]:
+        paths = RunPaths(tmp_path / f"run{processes}", tmp_path / f"shared{processes}")
+        paths.make()
+        trainer = Trainer(moe, learning_rate=1e-3, processes=processes, routing_replay=True, microbatch_tokens=8, epochs=2)
+        await trainer.start(paths)
+        try:
+            metrics = (await trainer.step(batch_of(*rollouts))).metrics.result()
+            return metrics, await trainer.score([sequence for each in rollouts for sequence in each.sequences])
+        finally:
+            await trainer.close()
+
+    (one, scored), (two, scored_by_two) = asyncio.run(step(0)), asyncio.run(step(2))
+    assert one["train/routing_replayed/frac"] == two["train/routing_replayed/frac"] == 1.0
+    for name in ("train/routing_flips/frac", "train/loss/mean", "train/grad_norm/last", "correction/logprob_gap/mean"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5), name
+    for ours, theirs in zip(scored, scored_by_two, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_experts_of_another_model_and_models_without_any_are_refused(moe: Path, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.routing_replay, model"):
         inline_rank(tiny, tmp_path, routing_replay=True)
