@@ -42,6 +42,12 @@ def expert_counts(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return (experts, of_token) if experts and of_token else None
 
 
+def route_bytes(config: Mapping[str, Any]) -> int:
+    """Most bytes that a record of the experts of one token takes; 0 without experts. Layers without any are counted too."""
+    counts = expert_counts(config)
+    return 0 if counts is None else 2 * counts[1] * int(config.get("num_hidden_layers") or 0)
+
+
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
     """Turns whatever fails while files of a model are read into a ConfigError that names them."""

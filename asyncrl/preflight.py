@@ -58,7 +58,8 @@ class Sizes:
     disk_bytes: int
     """The exported model, the best one, twice while it changes, and the checkpoints: as many as are kept and the one being written."""
     shared_bytes: int
-    """Two versions of the published weights, and the batches since a checkpoint: a rank that dies is given them again."""
+    """Two versions of the published weights, and the batches since a checkpoint: a rank that dies is given them again. Kept sets, whose
+    sizes are not known before, come on top."""
     memory_bytes: int
     """Parameters, gradients and optimizer of the policy and its critic, the reference, parameters and cache of the engine."""
 
@@ -104,7 +105,7 @@ def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
         if held.limit is None:
             with placed(f"eval.sets.{name}.prompts") as field:
                 held_out(_prompts(held.prompts, field=field, source=name), name=name, limit=None)
-    sizes = _sizes(config, size)
+    sizes = _sizes(config, size, folder=folder)
     place = Path(config.run.folder) / config.run.name
     check_run_folder(place, need_bytes=sizes.disk_bytes - (_held_bytes(place) if resume else 0))
     check_shared_memory(sizes.shared_bytes)
@@ -116,7 +117,7 @@ def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
 def needs_of(config: RunConfig) -> Sizes:
     """What the run takes. Raises ConfigError for a model that is not whole."""
     folder = _model_at_hand(config)
-    return _sizes(config, ModelSize(0, 0) if folder is None else check_model(folder))
+    return _sizes(config, ModelSize(0, 0) if folder is None else check_model(folder), folder=folder)
 
 
 def _held_bytes(folder: Path) -> int:
@@ -125,10 +126,11 @@ def _held_bytes(folder: Path) -> int:
                for path in (folder / name).rglob("*") if path.is_file())
 
 
-def _sizes(config: RunConfig, size: ModelSize) -> Sizes:
+def _sizes(config: RunConfig, size: ModelSize, *, folder: Path | None) -> Sizes:
     every = config.trainer.checkpoint_every_steps
     checkpoints = min(KEPT_CHECKPOINTS, config.run.steps // every if every else 0) + 1
-    batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * _TOKEN_BYTES
+    token_bytes = _TOKEN_BYTES + (read_facts(folder).route_bytes if config.trainer.routing_replay and folder is not None else 0)
+    batch = config.buffer.groups_per_step * config.buffer.group_size * most_new_tokens(config) * token_bytes
     lora = adapters_of(config.lora)
     # at most: as if every matrix had adapters
     trained = size.parameters if lora is None else min(size.parameters, lora.rank * size.matrix_sides)

@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.preflight import check_environment, needs_of
 from tests.preflight_scene import CASES, Scene, add_token, lock
 from tests.tiny_model import make_tiny_model
+from tests.tiny_moe import make_tiny_moe
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
 
@@ -128,6 +129,14 @@ def test_what_a_run_takes_is_worked_out_from_the_model(scene: Scene) -> None:
         scene.set("trainer.checkpoint_every_steps", every)
         held = (4 + 12 * checkpoints) * parameters
         assert needs_of(parse_config(scene.tree, base=scene.folder)).disk_bytes == held, "the newest two, and the one being written"
+
+
+def test_shared_memory_holds_the_experts_of_each_token_that_are_replayed(scene: Scene) -> None:
+    """Two layers, two experts of a token, two bytes each."""
+    scene.set("model.path", str(make_tiny_moe(scene.folder / "moe")))
+    without = needs_of(parse_config(scene.tree, base=scene.folder)).shared_bytes
+    scene.set("trainer.routing_replay", True)
+    assert needs_of(parse_config(scene.tree, base=scene.folder)).shared_bytes == without + 2 * 2 * 4 * (2 * 2 * 2)
 
 
 def test_shared_memory_holds_every_batch_since_a_checkpoint(scene: Scene) -> None:

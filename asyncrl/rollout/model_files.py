@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.model_folder import expert_counts, model_folder, reading
+from asyncrl.model_folder import model_folder, reading, route_bytes
 from asyncrl.rollout.engine import Capabilities, GenerationRequest
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
@@ -27,8 +27,13 @@ class ModelFacts:
     vocab_size: int
     eos_tokens: frozenset[int]
     """Union of what config.json and generation_config.json name: either alone misses some models' turn ends."""
-    has_experts: bool = False
-    """Whether it is a mixture of experts."""
+    route_bytes: int = 0
+    """Of the record of one token's experts; 0 for a model without experts."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return self.route_bytes > 0
 
 
 def read_facts(model: str | Path, *, context_tokens: int | None = None) -> ModelFacts:
@@ -47,7 +52,7 @@ def read_facts(model: str | Path, *, context_tokens: int | None = None) -> Model
                           remedy="Lower it, or leave it out.")
     sources = (config, text, _json(folder / "generation_config.json"))
     eos = frozenset(token for source in sources for token in _token_ids(source.get("eos_token_id")))
-    return ModelFacts(folder, context_tokens or limits[0], vocab_size, eos, has_experts=expert_counts(text) is not None)
+    return ModelFacts(folder, context_tokens or limits[0], vocab_size, eos, route_bytes=route_bytes(text))
 
 
 def refuse_unservable(request: GenerationRequest, facts: ModelFacts, *, capabilities: Capabilities) -> None:

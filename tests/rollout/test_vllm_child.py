@@ -47,7 +47,7 @@ class ScriptedEngine:
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
         self.output_processor = SimpleNamespace(request_states=self.states, external_req_ids={})
 
-    async def generate(self, prompt: dict[str, Any], params: object, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: dict[str, Any], params: object, request_id: str, *, lora_request: None) -> AsyncIterator[Any]:
         self.prompts.append((request_id, prompt["cache_salt"]))
         self.states.setdefault(request_id, state([], []))
         self.output_processor.external_req_ids[request_id] = [request_id]
@@ -119,12 +119,12 @@ def story(vllm_child: ModuleType, engine_made: Callable[[], ScriptedEngine], ste
         engine, sent = engine_made(), Sent()
         versions = {"version": None}
 
-        def apply(text: str) -> dict[str, Any]:
+        def apply(text: str, adapters: str) -> dict[str, Any]:
             versions["version"] = Manifest.from_json(text).version
             return {"state_hash": 1}
 
         engine.worker = {"asyncrl_apply": apply, "asyncrl_state": lambda: versions | {"poisoned": "", "peak_memory_bytes": 0}}
-        child = vllm_child._Child(sent, engine, eos_tokens=[1])
+        child = vllm_child._Child(sent, engine, eos_tokens=[1], adapters=None)
 
         async def call(op: str, body: dict[str, Any] | None = None, **arrays: Any) -> Any:
             number = len(sent.answers) + 10
@@ -135,7 +135,8 @@ def story(vllm_child: ModuleType, engine_made: Callable[[], ScriptedEngine], ste
         await call("pause", {"kind": "keep"})
         await call("apply", {"manifest": manifest(0)})
         await call("resume")
-        await call("requests", {"new": [["0", 2, 5, 1.0, [], [1.0, 0, 0.0]]], "cancelled": []}, tokens=np.array([7, 8], np.int32))
+        row = ["0", 2, 5, 1.0, [], [1.0, 0, 0.0], [False, False]]
+        await call("requests", {"new": [row], "cancelled": []}, tokens=np.array([7, 8], np.int32))
         await asyncio.sleep(0)
         await steps(call, engine)
         engine.ends.set()
@@ -160,7 +161,7 @@ async def nothing(call, engine) -> None:
 ])
 def test_what_vllm_should_not_do_ends_its_request_with_an_error(vllm_child: ModuleType, end: object, says: str) -> None:
     _, sent = story(vllm_child, lambda: ScriptedEngine(finished={"0.1": end}), nothing)
-    key, _, _, finish, error = sent.rows[-1][2]
+    key, _, _, finish, error, *_ = sent.rows[-1][2]
     assert (key, finish) == ("0", Status.ENGINE_ERROR.value)
     assert says in error
 
@@ -212,7 +213,7 @@ def test_a_refused_update_keeps_the_version_and_the_errors_class(vllm_child: Mod
     answers: list[Any] = []
 
     async def update(call, engine: ScriptedEngine) -> None:
-        engine.worker["asyncrl_apply"] = lambda text: {"error": describe_error(WrongBase("version 7 builds on 6"))}
+        engine.worker["asyncrl_apply"] = lambda text, adapters: {"error": describe_error(WrongBase("version 7 builds on 6"))}
         await call("pause", {"kind": "keep"})
         answers.append(await call("apply", {"manifest": manifest(7)}))
         answers.append(await call("resume"))
@@ -230,8 +231,8 @@ def test_weights_whose_version_is_not_known_are_not_sampled_from(vllm_child: Mod
     async def update(call, engine: ScriptedEngine) -> None:
         apply = engine.worker["asyncrl_apply"]
 
-        def written_but_lost(text: str) -> dict[str, Any]:
-            apply(text)
+        def written_but_lost(text: str, adapters: str) -> dict[str, Any]:
+            apply(text, adapters)
             raise RuntimeError("the answer was lost")
 
         engine.label_fails = failure == "the label"
