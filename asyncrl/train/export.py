@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import CheckpointError, ConfigError, NonFiniteError
 from asyncrl.paths import sync
@@ -31,6 +32,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ranks, form: ExportForm) -> None:
     """Write the weights, tied ones once, adapters merged, and every other file of the source folder: tokenizer, chat template, generation.
 
+    Under the names of the source: transformers may hold several tensors of a file, such as those of all experts, as one.
+
     Every rank must call it; rank 0 writes, and holds one shard and one tensor at most. The folder appears at `target` whole, in
     one rename, in place of an older model folder there; other files of that one stay. Raises NonFiniteError rather than export a NaN
     or an infinity, ConfigError where something that is no model folder lies at `target`, CheckpointError or OSError where there is no room.
@@ -45,12 +48,15 @@ def export_folder(lm: PreTrainedModel, *, source: Path, target: Path, ranks: Ran
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
     try:
+        written = {}
         for file, names in shards.items():
             shard = {name: _exported(name, merged.whole(name), dtype=dtype, keep=ranks.rank == 0) for name in names}
             if ranks.rank == 0:
-                _save(shard, place / file)
+                as_filed = {filed: part for name, tensor in shard.items() for filed, part in _as_filed(lm, name, tensor).items()}
+                _save(as_filed, place / file)
+                written[file] = list(as_filed)
         if ranks.rank == 0:
-            _write_index(place, shards, bytes_in_all=sum(_exported_bytes(tensor, dtype) for tensor in tensors.values()))
+            _write_index(place, written, bytes_in_all=sum(_exported_bytes(tensor, dtype) for tensor in tensors.values()))
             _copy_others(source, place, dtype=dtype)
             _take_the_place(place, target)
     finally:
@@ -84,6 +90,12 @@ def _exported(name: str, full: Tensor, *, dtype: torch.dtype, keep: bool) -> Ten
     if not bool(torch.isfinite(full).all()):
         raise NonFiniteError(f"{name} holds a value that is not finite as {full.dtype}; it is not exported")
     return full.cpu().contiguous() if keep else full.new_empty(0)
+
+
+def _as_filed(lm: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors that transformers made this one of when it loaded the model, by their names in the files; most often itself."""
+    parts = revert_weight_conversion(lm, {name: tensor})
+    return {filed: part if part is tensor else part.clone(memory_format=torch.contiguous_format) for filed, part in parts.items()}
 
 
 def _save(shard: dict[str, Tensor], file: Path) -> None:

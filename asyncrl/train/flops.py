@@ -24,7 +24,8 @@ class ModelFlops:
 
     @classmethod
     def of(cls, config: Any, *, parameters: int) -> ModelFlops:
-        """Of a Hugging Face configuration and the number of different parameters, tied ones once."""
+        """Of a Hugging Face configuration, by its text model where it has more, and the number of different parameters, tied ones once."""
+        config = config.get_text_config()
         embedding = config.vocab_size * config.hidden_size
         layers = parameters - embedding * (1 if config.tie_word_embeddings else 2)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

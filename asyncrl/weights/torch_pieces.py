@@ -28,7 +28,8 @@ _WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by checkpoint name: what `save_pretrained` would keep, tied weights once; detached.
+    """Parameters and persistent buffers by checkpoint name: what `save_pretrained` would keep, tied weights once, and what transformers
+    holds of several tensors of a file, such as all experts of a layer, as it holds it; detached.
 
     Of several names for one tensor it is the one transformers ties the others to, else the first; what has adapters beside it keeps the
     name it has in the model's own files. Raises WeightSyncError for state that is no tensor.

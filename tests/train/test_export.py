@@ -20,6 +20,7 @@ from asyncrl.train import export, lora
 from asyncrl.train.attention import PACKED
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.trainer import Trainer
+from tests.train.families import make_family
 from tests.train.train_data import inline_rank, random_batch, step_on
 
 
@@ -56,6 +57,21 @@ def test_an_export_is_a_model_folder_with_the_trained_weights(model: str, tmp_pa
         assert (tmp_path / "export" / name).read_bytes() == (source / name).read_bytes()
     names = {name for name, _ in exported.named_parameters()}
     assert ("lm_head.weight" in names) == (model == "untied")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3, keys from a latent", "phi3"])
+@pytest.mark.parametrize("form", [{}, {"max_shard_bytes": 6_000}])
+def test_an_export_has_the_names_of_its_source_however_transformers_holds_them(family: str, form: dict[str, int], tmp_path: Path) -> None:
+    source = make_family(family, tmp_path / "model")
+    folder = export_to(inline_rank(source, tmp_path / "store"), tmp_path / "export", **form)
+    found, expected = stored(folder), stored(source)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    if form:
+        index = json.loads((folder / export.INDEX).read_text(encoding="utf-8"))
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert torch.equal(logits_of(folder), logits_of(source))
 
 
 def test_an_export_keeps_the_dtype_of_its_source(tiny: Path, tmp_path: Path) -> None:

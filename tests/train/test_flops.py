@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma3Config, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.train.flops import ModelFlops
 
@@ -21,3 +21,8 @@ def test_the_count_is_what_torch_counts(tie: bool) -> None:
     hidden_half = 3.0 * flops.pair * (length * length - length * (length + 1) // 2)
     assert ours + hidden_half == pytest.approx(counted.get_total_flops(), rel=0.01)
     assert 3.0 * flops.pair * length * length > 0.1 * ours
+
+
+def test_of_a_model_that_also_sees_it_is_the_text_model_that_counts() -> None:
+    text = Gemma3TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    assert ModelFlops.of(Gemma3Config(text_config=text), parameters=10_000) == ModelFlops.of(text, parameters=10_000)
