@@ -45,7 +45,7 @@ class Routing:
         self._replay: Tensor | None = None
         self._flips: dict[int, Tensor] = {}
         self._flipped: Tensor | None = None
-        self._known: list[Tensor] = []
+        self._known: Tensor | None = None
         self._watches: list[_Watch] = []
         routers = self._found(lm, forward)
         if len(set(routers)) != len(routers) or not routers:
@@ -79,7 +79,8 @@ class Routing:
         if experts.shape != (rows, self.layers, self.experts_per_token):
             raise ShapeError(f"experts of shape {tuple(experts.shape)} were recorded for {rows} tokens; the model has {self.layers} layers "
                              f"that choose {self.experts_per_token}")
-        self._known.append((experts[:, 0, 0] >= 0).sum().double())
+        known = (experts[:, 0, 0] >= 0).sum().double()
+        self._known = known if self._known is None else self._known + known
 
     def counted(self, device: torch.device) -> Tensor:
         """[3] float64 of the forwards since the last call: tokens; those of them that were replayed; and how many of these, a choice of one
@@ -87,8 +88,8 @@ class Routing:
         self._fold()
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         flipped = nothing if self._flipped is None else self._flipped / (self.layers * self.experts_per_token)
-        counts = torch.stack([nothing + self._rows, torch.stack([nothing, *self._known]).sum(), flipped])
-        self._rows, self._known, self._flipped = 0, [], None
+        counts = torch.stack([nothing + self._rows, nothing if self._known is None else self._known, flipped])
+        self._rows, self._known, self._flipped = 0, None, None
         return counts
 
     def choose(self, layer: int, scores: Tensor, own: Any) -> Any:

@@ -140,17 +140,18 @@ def test_a_batch_file_holds_the_records_and_nothing_without_them(tmp_path: Path)
     assert PackedBatch.load(tmp_path / "without").records.arrays() == {}
 
 
-def test_a_row_that_a_group_shares_has_the_first_record_there_is() -> None:
-    """Of two sequences with one prompt the first, by length, has no record of its first token."""
+@pytest.mark.parametrize(("second", "rows", "marks"), [(2, [1, 2, 6, 7], [31, 2, 33, 34]), (32, [1, 2, 2, 6, 7], [31, 2, 32, 33, 34])])
+def test_a_row_that_a_group_shares_has_the_first_record_there_is(second: int, rows: list[int], marks: list[int]) -> None:
+    """Of two sequences with one prompt the first, by length, has no record of its first token; two that differ share no row."""
     missing = experts(1, 2)
     missing[0] = NO_EXPERT
     batch = pack(batch_of(rollout(0, 0, recorded([1, 2], [5], routed=missing)),
-                          rollout(0, 1, recorded([1, 2], [6, 7, 8], kept=sets([6], [], [8, 9]), routed=experts(31, 32, 33, 34)))))
+                          rollout(0, 1, recorded([1, 2], [6, 7, 8], kept=sets([6], [], [8, 9]), routed=experts(31, second, 33, 34)))))
     whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=batch.temperatures,
                    group_ids=batch.group_ids[batch.rollout_ids], records=batch.records)
     micro = build(whole, (0, 1))
-    assert micro.tokens.tolist() == [1, 2, 6, 7]
-    assert marks_of(micro.experts) == [31, 2, 33, 34]
+    assert micro.tokens.tolist() == rows
+    assert marks_of(micro.experts) == marks
     assert micro.targets.tolist() == [5, 6, 7, 8]
     assert rows_of(micro.kept) == [[], [6], [], [8, 9]]
 

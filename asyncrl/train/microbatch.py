@@ -88,7 +88,9 @@ def layout(tokens: NDArray[np.int32], *, cu_seqlens: NDArray[np.int64], targets:
     for group in np.unique(group_ids):
         members = np.flatnonzero((group_ids == group) & (costs > 0))
         if len(members) > 1:
-            shared[members] = _common_prefix(tokens, starts=cu_seqlens[members], length=int(costs[members].min()))
+            starts = cu_seqlens[members]
+            length = _common_prefix(tokens, starts=starts, length=int(costs[members].min()))
+            shared[members] = length if records.experts is None else _same_experts(records.experts, starts=starts, length=length)
             saved += int(shared[members[1:]].sum())
     if saved < LEAST_SAVED * int(costs.sum()):
         shared[:] = 0
@@ -158,4 +160,13 @@ def _predictions(whole: Layout, chosen: NDArray[np.int64], *,
 def _common_prefix(tokens: NDArray[np.int32], *, starts: NDArray[np.int64], length: int) -> int:
     heads = tokens[starts[:, None] + np.arange(length)]
     differs = np.flatnonzero((heads != heads[0]).any(axis=0))
+    return int(differs[0]) if len(differs) else length
+
+
+def _same_experts(experts: NDArray[np.int16], *, starts: NDArray[np.int64], length: int) -> int:
+    """How many of the first tokens no two sequences have different records of."""
+    heads = experts[starts[:, None] + np.arange(length)]
+    known = heads[:, :, 0, 0] != NO_EXPERT
+    first = heads[known.argmax(axis=0), np.arange(length)]
+    differs = np.flatnonzero(((heads != first).any(axis=(2, 3)) & known).any(axis=0))
     return int(differs[0]) if len(differs) else length

@@ -13,7 +13,7 @@ from asyncrl.train.config import TrainerConfig
 from asyncrl.train.export_form import ExportDtype
 from asyncrl.train.prepare_config import ModelConfig, NoWarmUp
 
-UNREAD = ("minibatches_per_step", "epochs", "record_batches_every_steps", "max_restarts", "learning_rate_scale")
+UNREAD = ("minibatches_per_step", "epochs", "record_batches_every_steps", "max_restarts", "learning_rate_scale", "routing_replay")
 """Settings of the trainer that reinforcement learning alone has a use for."""
 
 

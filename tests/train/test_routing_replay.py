@@ -121,10 +121,13 @@ def test_activations_that_are_computed_again_are_sent_the_same_way(moe: Path, tm
         torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_the_split_into_micro_batches_does_not_move_the_gradient(moe: Path, tmp_path: Path) -> None:
-    """Sequences of a group share their prompt's row in one forward, and have one each in two: with the record of the first."""
-    one = first_gradient(inline_rank(moe, tmp_path, routing_replay=True), batch())
-    two = first_gradient(inline_rank(moe, tmp_path, routing_replay=True, microbatch_tokens=5), batch())
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_split_into_micro_batches_does_not_move_the_gradient(moe: Path, tmp_path: Path, seed: int) -> None:
+    """Sequences of a group share their prompt's rows in one forward, and have rows of their own in two, or wherever engines sent the
+    prompt elsewhere."""
+    group = batch_of(rollout(0, 0, routed([4, 7, 7], [5, 11, 6], seed=1), reward=1.0), rollout(0, 1, routed([4, 7, 7], [9, 2], seed=seed)))
+    one = first_gradient(inline_rank(moe, tmp_path, routing_replay=True), group)
+    two = first_gradient(inline_rank(moe, tmp_path, routing_replay=True, microbatch_tokens=5), group)
     for name, gradient in one.items():
         torch.testing.assert_close(two[name], gradient, rtol=1e-4, atol=1e-6)
 

@@ -226,7 +226,8 @@ def test_gradients_that_are_not_finite_change_nothing_and_end_it(tiny: Path, tmp
 
 @pytest.mark.parametrize(("given", "field"), [
     ({"minibatches_per_step": 2}, "trainer.minibatches_per_step"), ({"learning_rate_scale": "ess"}, "trainer.learning_rate_scale"),
-    ({"batch_size": 0}, "batch_size"), ({"max_steps": 0}, "max_steps"), ({"learning_rat": 1}, "trainer.learning_rat")])
+    ({"routing_replay": True}, "trainer.routing_replay"), ({"batch_size": 0}, "batch_size"), ({"max_steps": 0}, "max_steps"),
+    ({"learning_rat": 1}, "trainer.learning_rat")])
 def test_settings_that_cannot_work_are_refused(tiny: Path, given: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as refused:
         SFTTrainer(tiny, ROWS, **SETTINGS | given)
