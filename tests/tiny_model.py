@@ -34,11 +34,11 @@ def make_tiny_model(folder: str | Path, *, seed: int = 0, tie: bool = True, voca
                 torch.nn.init.normal_(parameter, std=0.3 if "embed" in name else 0.15)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    _character_tokenizer(vocab).save(str(folder / "tokenizer.json"))
+    character_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _character_tokenizer(vocab: int) -> Tokenizer:
+def character_tokenizer(vocab: int) -> Tokenizer:
     characters = CHARACTERS[: vocab - 2]
     words = {"<pad>": PAD, "<eos>": EOS} | {character: index + 2 for index, character in enumerate(characters)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
