@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 
-.PHONY: demo test lint reference peers clean
+.PHONY: demo test lint reference peers gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/asyncrl train arithmetic/quickstart
@@ -34,6 +34,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 reference: $(VENV)/.installed
 	$(BIN)/python -m asyncrl.config_reference > docs/configuration.md
 	$(BIN)/asyncrl schema > recipes/schema.json
+
+# what only a GPU can show; with whatever PYTHON has installed, without a network
+gpu-check:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_check
 
 # verl, TRL and AReaL, for the parity tests and benchmarks/correction.py; without them these tests skip. Their pins exclude one another, so
 # each has an environment of its own, and --no-deps: tests/parity/peers/NAME.txt lists all that its imports ask for. torch as above.
