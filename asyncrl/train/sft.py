@@ -163,13 +163,20 @@ class SFTTrainer:
             raise
 
     async def restore(self, path: str | Path) -> None:
-        """Load a checkpoint folder, saved by any number of ranks, and go on with the batch after it. Raises CheckpointError."""
+        """Load a checkpoint folder, saved by any number of ranks, and go on with the batch after it.
+
+        Raises CheckpointError, and ConfigError where an iterator would have to go back.
+        """
         folder = Path(path)
         manifest = checkpoint_store.verified(folder)
+        if self._examples is None and manifest.version < self.version:
+            raise ConfigError("examples", value=f"an iterator, after step {self.version}",
+                              allowed=f"a list, to go back to step {manifest.version}",
+                              remedy="An iterator cannot go back: give a list, or restore a new trainer with the iterator from its start.")
         await self._call("restore", restore_request(folder, manifest))
         if self._examples is None:
             for _ in itertools.islice(self._ahead, (manifest.version - self.version) * self._batch_size):
-                """What the steps until then were trained on; an iterator cannot go back."""
+                """What the steps until then were trained on."""
         self.version = manifest.version
 
     async def export(self, path: str | Path, *, dtype: ExportDtype = "source", max_shard_bytes: int = SHARD_BYTES) -> None:

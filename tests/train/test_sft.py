@@ -212,6 +212,18 @@ def test_an_iterator_is_taken_as_it_comes_and_again_from_its_place(tiny: Path, t
     assert losses[0] == losses[1]
 
 
+def test_an_iterator_is_not_taken_back(tiny: Path, tmp_path: Path) -> None:
+    async def use(trainer: SFTTrainer) -> None:
+        await trainer.save(tmp_path / "saved")
+        await trainer.step()
+        moved = await trainer.evaluate()
+        with pytest.raises(ConfigError, match="An iterator cannot go back"):
+            await trainer.restore(tmp_path / "saved")
+        assert await trainer.evaluate() == moved, "nothing was loaded"
+
+    run(SFTTrainer(tiny, iter(ROWS), held_out=ROWS[:3], batch_size=20, max_steps=3, **SETTINGS), tmp_path, use)
+
+
 def test_gradients_that_are_not_finite_change_nothing_and_end_it(tiny: Path, tmp_path: Path) -> None:
     async def use(trainer: SFTTrainer) -> None:
         with torch.no_grad():
