@@ -182,6 +182,7 @@ def lock(scene: Scene, locked: Path) -> None:
         scene.patch.setattr(module, name, refused(getattr(module, name)))
 
 
+TURNS = {"kind": "turns"}
 LORA = {"kind": "lora", "rank": 2}
 
 
@@ -285,6 +286,15 @@ CASES: dict[str, Spoil] = {
     "shared memory that cannot be written": lambda s: s.patch.setattr(place_check, "shared_place", lambda: Path("/proc")),
     "a machine without loopback": refuse_loopback,
     "a temporary folder with a long name": long_socket_folder,
+    "tensor parallelism": lambda s: s.set("trainer.tensor_parallel", 2),
+    "context parallelism": lambda s: s.set("trainer.context_parallel", 2),
+    "compiled layers that keep a choice of results": lambda s: (s.set("trainer.compile", True),
+                                                               s.set("trainer.activation_checkpointing", "selective")),
+    "sharding without a rank": lambda s: (s.set("trainer.processes", 0), s.set("trainer.sharding", {"prefetch_layers": 2})),
+    "turns of an asynchronous run": lambda s: (s.set("colocation", TURNS), s.set("buffer.max_staleness", 2),
+                                               s.set("correction", "token_tis")),
+    "turns with anchors between": lambda s: (s.set("colocation", TURNS), s.set("weights.anchor_every_versions", 2)),
+    "turns with an engine that cannot sleep": lambda s: (s.set("colocation", TURNS), s.set("engine", {"kind": "vllm"})),
     "adapters and frozen parameters": lambda s: (s.set("lora", LORA), s.set("trainer.frozen", ["embed"])),
     "adapters with dropout": lambda s: s.set("lora", LORA | {"dropout": 0.1}),
     "adapters of a pattern that cannot be read": lambda s: s.set("lora", LORA | {"targets": ["("]}),

@@ -33,7 +33,7 @@ def test_a_setting_written_as_an_option_exits_2_with_the_right_form(capsys: pyte
 
 
 @pytest.mark.parametrize("setting", ["prompts.function=task.py:nothing", "env.reward=task.py:nothing", "warm_up.examples=no.py:x",
-                                     "sampling.top_p=0.9", "buffer.max_staleness=-1", "trainer.processes=none"])
+                                     "sampling.top_p=1.9", "buffer.max_staleness=-1", "trainer.processes=none"])
 def test_what_cannot_work_exits_2_and_says_what_is_allowed(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(QUICKSTART), setting, "--dry-run"]) == EXIT_USAGE
     assert "is not allowed" in capsys.readouterr().err

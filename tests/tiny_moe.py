@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.tiny_model import CONTEXT_TOKENS, EOS, PAD, _character_tokenizer
+from tests.tiny_model import CONTEXT_TOKENS, EOS, PAD, character_tokenizer
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
@@ -26,5 +26,5 @@ def make_tiny_moe(folder: Path, *, vocab: int = 16, hidden: int = 32, seed: int 
                 torch.nn.init.normal_(parameter, std=0.3 if "embed" in name else 0.2)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    _character_tokenizer(vocab).save(str(folder / "tokenizer.json"))
+    character_tokenizer(vocab).save(str(folder / "tokenizer.json"))
     return folder

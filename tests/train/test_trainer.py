@@ -208,7 +208,7 @@ def test_anchors_recur_when_asked_for(tiny: Path, tmp_path: Path) -> None:
     ({"learning_rate": 1e-3, "loss": "ppo", "correction": "token_tis"}, "loss.kind, correction.kind"),
     ({"learning_rate": 1e-3, "loss": {"kind": "decoupled_ppo", "aggregation": "dr_grpo"}}, "loss.max_tokens"),
     ({"learning_rate": 1e-3, "processes": 0, "dtype": "bfloat16"}, "trainer.dtype, trainer.processes"),
-    ({"learning_rate": 1e-3, "advantages": "gae"}, "advantages"),
+    ({"learning_rate": 1e-3, "advantages": "gea"}, "Did you mean 'gae'"),
 ])
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict, message: str, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=message):
