@@ -151,10 +151,10 @@ class SFTTrainer:
         folder = Path(path)
         try:
             place = checkpoint_store.begin(folder)
-            begun = await self._call("save", {"folder": str(place)})
-            written = await self._call("saved", {"wait": True})
-            Saving(folder, version=self.version, updates=begun[0].body["updates"], run_epoch=0, state=b"").commit(
-                [reply.body for reply in written])
+            begun = (await self._call("save", {"folder": str(place)}))[0].body
+            written = [reply.body for reply in await self._call("saved", {"wait": True})]
+            saving = Saving(folder, version=self.version, updates=begun["updates"], run_epoch=0, state=b"", model=begun["model"])
+            saving.commit(written)
         except OSError as error:
             checkpoint_store.abandon(folder)
             raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error

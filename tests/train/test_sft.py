@@ -194,6 +194,24 @@ def test_a_restored_trainer_ends_with_the_same_bits(tiny: Path, tmp_path: Path) 
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "rest" / "model.safetensors").read_bytes()
 
 
+def test_a_restored_trainer_of_adapters_ends_with_the_same_bits(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's")
+
+    async def saved(trainer: SFTTrainer) -> None:
+        await trainer.step()
+        await trainer.save(tmp_path / "saved")
+        losses.append([step.loss async for step in trainer.steps()])
+
+    async def again(trainer: SFTTrainer) -> None:
+        await trainer.restore(tmp_path / "saved")
+        losses.append([step.loss async for step in trainer.steps()])
+
+    losses: list[list[float]] = []
+    for use in (saved, again):
+        run(SFTTrainer(tiny, ROWS, batch_size=10, lora={"kind": "lora", "rank": 2}, **SETTINGS), tmp_path, use)
+    assert losses[0] == losses[1] != []
+
+
 def test_an_iterator_is_taken_as_it_comes_and_again_from_its_place(tiny: Path, tmp_path: Path) -> None:
     async def saved(trainer: SFTTrainer) -> None:
         await trainer.step()
