@@ -32,12 +32,12 @@ from asyncrl.colocation import Turns
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped, note_others
 from asyncrl.meter import Meter
 from asyncrl.observer import AsideRollouts, Observer
-from asyncrl.pairs import check_colocation, check_deterministic, check_pairs, check_routing_replay
+from asyncrl.parts import check_parts
 from asyncrl.paths import RunPaths, make_shared_folder
-from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources, joined
-from asyncrl.rollout.engine import Engine, Interruption, require_adapters
+from asyncrl.rollout.by_source import Samplings, joined
+from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import Env
-from asyncrl.rollout.eval_set import check_sets, own_envs, sources_of
+from asyncrl.rollout.eval_set import own_envs
 from asyncrl.rollout.evaluate import first_failure
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.prompts import PromptSource
@@ -72,20 +72,8 @@ class Run:
         self.prompts, self.sampling, self.buffer, self.trainer = prompts, sampling, buffer, trainer
         self.env: Env = joined(env, own=own_envs(self.options.eval_sets))
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
-        check_pairs(buffer=buffer.config, training=trainer.config, weights=self.options.weights)
-        check_sources(prompts.names, field="env", given=env,
-                      others=sources_of(asked for asked in self.options.eval_sets if asked.env is None))
-        check_sources(prompts.names, field="sampling", given=sampling,
-                      others=sources_of(asked for asked in self.options.eval_sets if asked.sampling is None))
-        check_sampling(sampling, engines=self.engines, interruption=Interruption(self.options.weights.interruption))
-        for part in self.engines:
-            require_adapters(part.capabilities, trainer.config.lora, engine=part.name)
-        check_sets(self.options.eval_sets, engines=self.engines)
-        capabilities = {part.name: part.capabilities for part in self.engines}
-        check_routing_replay(trainer.config, engines=capabilities)
-        check_colocation(self.options.colocation, buffer=buffer.config, weights=self.options.weights, engines=capabilities)
-        if self.options.deterministic:
-            check_deterministic(buffer.config, engines=capabilities, goes_by_rewards=prompts.goes_by_rewards)
+        check_parts(self.options, prompts=prompts, engines=self.engines, env=env, sampling=sampling, buffer=buffer.config,
+                    training=trainer.config)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
