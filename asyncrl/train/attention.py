@@ -46,6 +46,10 @@ class PackedSegments:
             self._derived[key] = make()
         return self._derived[key]
 
+    def forget(self) -> None:
+        """Drop what `once` keeps: masks are [L, L], and a step has many micro-batches."""
+        self._derived.clear()
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -91,10 +95,11 @@ def attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, *, segments: P
     pieces = zip(*(x.split([count * length for count, length in segments.runs]) for x in (query, key, value)), strict=True)
     for (count, length), piece in zip(segments.runs, pieces, strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in piece)
-        mask = None
-        if (window := scoring.window) is not None and length > window:
+        mask, window = None, min(scoring.window or length, length)
+        if window < length or scoring.softcap is not None:
             mask = segments.once((length, window), lambda length=length, window=window: _band(length, window, device=query.device))
         if scoring.softcap is not None:
+            assert mask is not None
             mixed = _capped(q, k, v, mask=mask, scoring=scoring)
         else:
             mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling,
@@ -103,14 +108,15 @@ def attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, *, segments: P
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def _capped(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scoring: Scoring) -> Tensor:
     """[n, H, L, D], as transformers' eager attention has it."""
     assert scoring.softcap is not None
-    length, repeats = query.shape[2], query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2) * (scoring.scaling / scoring.softcap)).tanh() * scoring.softcap
-    seen = _band(length, length, device=query.device) if mask is None else mask
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    # where, for its gradient keeps this very mask
+    seen = torch.where(mask, scores, -torch.inf)
+    return seen.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def _band(length: int, window: int, *, device: torch.device) -> Tensor:

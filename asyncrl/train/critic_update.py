@@ -50,7 +50,7 @@ def train_critic(critic: TrainedCritic, minibatches: Sequence[Minibatch], *, tar
     for _ in range(critic.settings.epochs):
         for minibatch in minibatches:
             factor = ranks.world_size / max(1, minibatch.denominators.num_loss_tokens)
-            for inputs in minibatch.inputs:
+            for inputs in minibatch.microbatches():
                 loss = value_loss(critic.model(inputs), old_values=targets.values[inputs.places], returns=targets.returns[inputs.places],
                                   clip=critic.settings.value_clip)
                 (loss.losses.sum() * factor).backward()

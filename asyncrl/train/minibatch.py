@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,14 @@ class Minibatch:
     loss_mask: Tensor
     """[T] loss tokens of the minibatch, on all ranks."""
     denominators: Denominators
+
+    def microbatches(self) -> Iterator[ForwardInputs]:
+        """Its inputs one by one; what attention made for one, and its gradient needs, is dropped before the next."""
+        for inputs in self.inputs:
+            try:
+                yield inputs
+            finally:
+                inputs.segments.forget()
 
     def counting(self, corrected: Corrected, *, tokens: CorrectionBatch) -> Minibatch:
         """With the denominators that the correction leaves."""

@@ -68,6 +68,6 @@ def critic_values(trainee: Trainee, minibatches: Sequence[Minibatch]) -> Tensor 
 def _of_every_token(trainee: Trainee, minibatches: Sequence[Minibatch], forward: Callable[[ForwardInputs], Tensor]) -> Tensor:
     scores = torch.zeros(len(minibatches[0].loss_mask), device=trainee.ranks.device)
     for minibatch in minibatches:
-        for inputs in minibatch.inputs:
+        for inputs in minibatch.microbatches():
             scores[inputs.places] = forward(inputs)
     return trainee.ranks.sum(scores)

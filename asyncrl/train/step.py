@@ -187,7 +187,7 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Fr
             applied = sum(update.skipped is None for update in updates)
             then = at_update(applied, corrected=frozen.corrected, tokens=tokens, updates=settings.epochs * len(minibatches))
             now = dataclasses.replace(frozen, corrected=then)
-            for inputs in minibatch.inputs:
+            for inputs in minibatch.microbatches():
                 rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=now, settings=trainee.config.loss,
                                                   over=Shares(minibatch.denominators, trainee.ranks.world_size))
             scale = trainee.rate_scale.of_update(rows[0], inputs=minibatch.inputs, rollout_logprobs=tokens.rollout_logprobs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,8 @@ from asyncrl.train.attention import PackedSegments, Scoring, attend_by_sequence,
 from asyncrl.train.attention_choice import choose
 from asyncrl.train.flex import BLOCK, attend_flex, block_mask
 from tests.devices import DEVICES, NEEDS_GPU
+from tests.train.families import make_family
+from tests.train.train_data import inline_rank, random_batch, step_on
 
 HEADS, HEAD_DIM, SCALING = 4, 16, 0.3
 RUNS = ((2, 3), (1, 7), (3, 12))
@@ -112,17 +116,39 @@ def test_blocks_are_those_that_hold_keys(device: str, lengths: list[int], window
     assert torch.equal(ours.mask_mod(0, 0, everywhere[:, None], everywhere[None]), sees(0, 0, everywhere[:, None], everywhere[None]))
 
 
-def test_a_mask_is_made_once_a_micro_batch() -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_mask_is_made_once_a_micro_batch_and_its_gradient_keeps_no_other(softcap: float | None) -> None:
     segments = PackedSegments(((1, 9), (2, 10)), None, None)
-    rows = [torch.randn(29, 2, 8) for _ in range(3)]
-    for _ in range(2):
-        attend_by_sequence(*rows, segments=segments, scoring=Scoring(1.0, 4, None))
-    assert set(segments._derived) == {(9, 4), (10, 4)}
-    made = segments._derived[9, 4]
-    attend_by_sequence(*rows, segments=segments, scoring=Scoring(1.0, 4, None))
-    assert segments._derived[9, 4] is made
+    rows = [torch.randn(29, 2, 8, requires_grad=True) for _ in range(3)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        for window in (4, 4, None, None):
+            attend_by_sequence(*rows, segments=segments, scoring=Scoring(1.0, window, softcap))
+    whole = set() if softcap is None else {(9, 9), (10, 10)}
+    assert set(segments._derived) == {(9, 4), (10, 4)} | whole
+    masks = {tensor.data_ptr() for tensor in kept if tensor.dtype == torch.bool}
+    assert masks <= {mask.data_ptr() for mask in segments._derived.values()}
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_micro_batch_has_dropped_its_masks_when_the_next_begins(checkpointing: str, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PackedSegments] = []
+    once = PackedSegments.once
+
+    def watched(segments: PackedSegments, key: object, make: Callable[[], object]) -> object:
+        assert not any(other._derived for other in asked if other is not segments)
+        asked.append(segments)
+        return once(segments, key, make)
+
+    model = make_family("gemma2, scores and logits capped", tmp_path / "model")
+    rank = inline_rank(model, tmp_path, microbatch_tokens=32, epochs=2, attention="sdpa",
+                       advantages={"kind": "gae"}, reference={"kind": "in_loss", "coefficient": 0.1},
+                       activation_checkpointing=checkpointing)
+    monkeypatch.setattr(PackedSegments, "once", watched)
+    step_on(rank, random_batch(0))
+    assert len({id(segments) for segments in asked}) > 3
+    assert not any(segments._derived for segments in asked)
 
 
 def model_with(**settings: int) -> object:
