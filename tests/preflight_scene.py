@@ -153,6 +153,13 @@ def long_socket_folder(scene: Scene) -> None:
     scene.set("engine", {"kind": "vllm"})
 
 
+def experts_in_vllm(scene: Scene) -> None:
+    for module in ("preflight", "rollout.vllm_engine"):
+        scene.patch.setattr(f"asyncrl.{module}.require_vllm", lambda: None)
+    scene.set("engine", {"kind": "vllm"})
+    scene.config(num_experts=8, num_experts_per_tok=2)
+
+
 def mixed(scene: Scene, **second: object) -> None:
     """Two sources, the second with something of its own."""
     source = {"kind": "function", "function": "task.py:questions"}
@@ -208,6 +215,7 @@ CASES: dict[str, Spoil] = {
     "sampling with a penalty": lambda s: s.set("sampling.repetition_penalty", 1.1),
     "experts that are not recorded": lambda s: (s.set("engine", {"kind": "vllm"}), s.set("trainer.routing_replay", True)),
     "experts of a dense model": lambda s: s.set("trainer.routing_replay", True),
+    "experts that vLLM should update": experts_in_vllm,
     "experts inside compiled layers": lambda s: (s.set("trainer.routing_replay", True), s.set("trainer.compile", True)),
     "a model folder that is not there": lambda s: s.set("model.path", "nowhere"),
     "a model path longer than any can be": lambda s: s.set("model.path", "x" * 5000),

@@ -33,6 +33,10 @@ class VLLMEngine(ChildEngine):
         adapters = read_lora(lora)
         config = validated(VLLMEngineConfig, settings, name="engine")
         facts = read_facts(model, context_tokens=config.context_tokens)
+        if facts.has_experts:
+            # transformers, and so the trainer, holds all experts of a layer as one tensor; vLLM loads them by their names in the files.
+            raise ConfigError("engine.kind, model", value=("vllm", str(facts.folder)), allowed="a model without experts with vLLM",
+                              remedy="It cannot take the trainer's updates of experts: choose the transformers engine or a dense model.")
         spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "lora": adapters and adapters.model_dump(),
                 "arguments": {
             "dtype": config.dtype, "max_model_len": facts.context_tokens, "max_num_seqs": config.max_running_requests,

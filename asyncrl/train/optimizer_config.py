@@ -21,8 +21,8 @@ class LearningRateGroup(Section):
     """Parameters with a learning rate of their own."""
 
     match: str = Field(min_length=1)
-    """A regular expression found anywhere in a parameter's name, as the model's files have it; of several groups the first one that
-    matches decides."""
+    """A regular expression found anywhere in a parameter's name, as the loaded model has it (`named_parameters`): all experts of a layer
+    are one tensor there, whatever the files call them. Of several groups the first one that matches decides."""
     factor: float = Field(gt=0, le=1e6)
     """What their learning rate is, as a share of `learning_rate`."""
     weight_decay: float | None = Field(default=None, ge=0, le=1)
@@ -78,8 +78,8 @@ class OptimizerSettings(Section):
     learning_rate_groups: tuple[LearningRateGroup, ...] = ()
     """Learning rates of their own, by name of the parameter. Names of one tied weight go into one group."""
     frozen: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Regular expressions; a parameter in whose name one is found does not train: no gradient, no moments, nothing to publish. All names
-    of a tied weight are to match, or none."""
+    """Regular expressions; a parameter in whose name, as the loaded model has it, one is found does not train: no gradient, no moments,
+    nothing to publish. All names of a tied weight are to match, or none."""
     offload_optimizer: bool = False
     """AdamW's moments, 8 bytes a parameter, lie in CPU memory and visit the device 256 MB at a time; the result has the same bits. On a
     CPU that saves nothing, and is done all the same."""

@@ -11,6 +11,7 @@ import torch
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.paths import RunPaths
 from asyncrl.train.trainer import Trainer
+from tests.tiny_moe import make_tiny_moe
 from tests.train.test_checkpoint import restore, save
 from tests.train.train_data import inline_rank, random_batch, step_on, weights
 
@@ -27,6 +28,16 @@ def test_frozen_parameters_keep_their_bits_and_have_no_moments(tiny: Path, tmp_p
     assert still == {name for name in before if name.startswith("model.layers.0.")}
     moments = {name.split("/")[1] for name in rank._trainee.optimizer.moments()}
     assert moments == set(before) - still
+
+
+def test_names_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    """In which all experts of a layer are one tensor; their files have a name for each."""
+    moe = make_tiny_moe(tmp_path / "moe")
+    rank = inline_rank(moe, tmp_path, frozen=[r"layers\.0\.mlp\.experts\.gate_up_proj"])
+    still = [name for name, parameter in rank._lm.named_parameters() if not parameter.requires_grad]
+    assert still == ["model.layers.0.mlp.experts.gate_up_proj"]
+    with pytest.raises(ConfigError, match=r"^trainer\.frozen\.0 = .*None of \d+ names is left for it: model\."):
+        inline_rank(moe, tmp_path, frozen=[r"layers\.0\.mlp\.experts\.0\.gate_proj"])
 
 
 def test_the_gradient_of_the_others_is_as_without(tiny: Path, tmp_path: Path) -> None:
