@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"learnig_rate": 1e-3}, "trainer.learnig_rate", "Did you mean 'learning_rate'?"),
     ({}, "trainer.learning_rate", "'nothing' is not allowed: Field required. Set it.$"),
     ({"betas": (0.9, 0.95)}, "trainer.learning_rate", "Set it.$"),
-    ({"learning_rate": 0, "processes": -1}, "trainer.processes", "Change it. Settings to mend beside it: 1.$"),
+    ({"learning_rate": 0, "processes": -1}, "trainer.learning_rate", "Change it. Settings to mend beside it: 1.$"),
     ({"learning_rate": 1e-3, "loss": 3}, "loss", "a section: its settings by name"),
     ({"learning_rate": 1e-3, "loss": lambda ratio: ratio}, "loss.kind", r"one of \['decoupled_ppo', 'ppo', "),
     ({"learning_rate": 1e-3, "loss": "pppo"}, "loss.kind", "Did you mean 'ppo'?"),
