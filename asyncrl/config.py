@@ -20,6 +20,7 @@ from asyncrl.lora_config import NO_LORA, LoRAConfig
 from asyncrl.overrides import apply_overrides, parse_overrides
 from asyncrl.pairs import (
     check_colocation,
+    check_critic,
     check_deadline,
     check_deterministic,
     check_engine,
@@ -145,6 +146,7 @@ class RunConfig(Section):
         check_routing_replay(self.training, engines={self.engine.kind: self.engine.capabilities(context_tokens=0)})
         check_deadline(self.env, buffer=self.buffer)
         check_overlong(self.advantages, prompts=self.prompts, sampling=sampling)
+        check_critic(self.advantages, steps=self.run.steps)
         engines = {self.engine.kind: self.engine.capabilities(context_tokens=0)}
         check_colocation(self.colocation, buffer=self.buffer, weights=self.weights, engines=engines)
         if self.run.deterministic:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
-from asyncrl.settings import TAGGED, Section, Seed, validated
+from asyncrl.settings import TAGGED, Section, Seed, require_pattern, validated
 
 ALL_LINEAR = "all_linear"
 """Every linear layer but the head."""
@@ -54,11 +53,7 @@ class LoRA(Section):
     @model_validator(mode="after")
     def _targets_can_be_read(self) -> LoRA:
         for target in self.targets:
-            try:
-                re.compile(target)
-            except re.error as error:
-                raise ConfigError("lora.targets", value=target, allowed=f"{ALL_LINEAR}, or regular expressions",
-                                  remedy=f"It cannot be read: {error}.") from error
+            require_pattern(target, field="lora.targets", allowed=f"{ALL_LINEAR}, or regular expressions")
         return self
 
     @property

@@ -12,7 +12,7 @@ from asyncrl.rollout.config import EngineConfig
 from asyncrl.rollout.engine import Capabilities, Interruption, require, require_adapters, require_sleep
 from asyncrl.rollout.eval_set import check_set_sampling
 from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval, SingleTurnConfig
-from asyncrl.train.advantages_config import AdvantagesConfig, SoftOverlong
+from asyncrl.train.advantages_config import GAE, AdvantagesConfig, SoftOverlong
 from asyncrl.train.config import TrainConfig
 from asyncrl.types import Sampling
 from asyncrl.weights.config import WeightsConfig
@@ -99,6 +99,14 @@ def check_overlong(advantages: AdvantagesConfig, *, prompts: PromptsConfig, samp
                           value=(overlong.max_tokens, overlong.cache_tokens, longest),
                           allowed="a penalty that begins, at max_tokens − cache_tokens, below the longest completion",
                           remedy="As a rule max_tokens is sampling.max_new_tokens; or remove advantages.overlong.")
+
+
+def check_critic(advantages: AdvantagesConfig, *, steps: int) -> None:
+    """Raise ConfigError for a critic that warms up for all of the run."""
+    if isinstance(advantages, GAE) and advantages.critic.warm_up_steps >= steps:
+        raise ConfigError("advantages.critic.warm_up_steps, run.steps", value=(advantages.critic.warm_up_steps, steps),
+                          allowed="a warm-up shorter than the run", remedy="No step would train the policy: raise run.steps, or lower "
+                          "warm_up_steps.")
 
 
 def check_colocation(colocation: NoColocation | TurnsColocation, *, buffer: BufferConfig, weights: WeightsConfig,

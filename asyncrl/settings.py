@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,14 @@ def refuse_unread(section: Section, names: Iterable[str], *, where: str, beside:
         if given != (default := type(section).model_fields[name].default):
             raise ConfigError(f"{where}.{name}, {beside}", value=(given, value), allowed=f"the default {default!r}: nothing reads it then",
                               remedy=f"Remove {where}.{name}, or change {beside}.")
+
+
+def require_pattern(text: str, *, field: str, allowed: str = "a regular expression") -> None:
+    """Raise ConfigError unless the text is a regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:  # of a repetition beyond 2^32, of brackets a thousand deep
+        raise ConfigError(field, value=text, allowed=allowed, remedy=f"It cannot be read: {error}.") from None
 
 
 def explain(error: ValidationError, root: type[BaseModel], *, name: str = "") -> ConfigError:

@@ -49,17 +49,28 @@ class Tokenizer:
         return self._template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that goes on, special tokens in front as the folder prescribes."""
-        encoded = self._tokenizer.encode(text)
+        """Token ids of a text that goes on, special tokens in front as the folder prescribes. ConfigError for half a pair."""
+        encoded = self._tokenizer.encode(_encodable(text))
         added = len(list(itertools.takewhile(bool, encoded.special_tokens_mask)))
         behind = len(list(itertools.takewhile(bool, reversed(encoded.special_tokens_mask[added:]))))
         prefix, rest = encoded.ids[:added], encoded.ids[added:len(encoded.ids) - behind]
         return tuple(rest if rest[:added] == prefix else prefix + rest)
 
     def encode_rest(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that goes on, without special tokens."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Token ids of a text that goes on, without special tokens. Raises what `encode` does."""
+        return tuple(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
 
     def decode(self, tokens: Iterable[int] | np.ndarray) -> str:
         """Text of `tokens` without special tokens."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+def _encodable(text: str) -> str:
+    """The text; JSON may hold halves of surrogate pairs (`"\\ud83d"`), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20):error.end + 20]
+        raise ConfigError("prompts", value=around, allowed="text that UTF-8 can hold",
+                          remedy=f"Mend or remove character {error.start} of this text: half of a surrogate pair.") from error
+    return text

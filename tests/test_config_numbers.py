@@ -83,7 +83,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature", "sampling.top_k",
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
               *(f"advantages.{kind}.overlong.soft.weight" for kind in SHAPED),
-              *under("advantages.gae.critic", "epochs", "max_grad_norm", "value_clip", "warm_up_steps"),
+              *under("advantages.gae.critic", "epochs", "max_grad_norm", "value_clip"),
               "weights.anchor_every_versions",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",

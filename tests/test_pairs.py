@@ -24,6 +24,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["advantages.overlong={kind: soft, max_tokens: 4, cache_tokens: 5}"],
      "advantages.overlong.max_tokens, advantages.overlong.cache_tokens"),
     (["sampling.max_new_tokens=6", "advantages.overlong={kind: soft, max_tokens: 8, cache_tokens: 2}"], NEVER),
+    (["advantages={kind: gae, critic: {warm_up_steps: 100}}"], "advantages.critic.warm_up_steps, run.steps"),
     (["trainer.minibatches_per_step=5"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.minibatches_per_step=64"], "trainer.minibatches_per_step, buffer.groups_per_step"),
     (["trainer.processes=3", "buffer.groups_per_step=1", "buffer.group_size=2"], RANKS),

@@ -29,7 +29,7 @@ def complete_prompt(prompt: Prompt, *, prompt_id: str, tokenizer: Tokenizer) -> 
     """
     require_prompt(prompt)
     text = prompt.text or _rendered(prompt, tokenizer)
-    tokens = _token_ids(prompt.tokens) or tokenizer.encode(_encodable(text))
+    tokens = _token_ids(prompt.tokens) or tokenizer.encode(text)
     if not tokens:
         raise ConfigError("prompts", value=text, allowed="prompts of at least one token",
                           remedy="Remove empty prompts from the data.")
@@ -82,17 +82,6 @@ def _token_ids(tokens: Iterable[int]) -> tuple[int, ...]:
     if min(ids, default=0) < 0:
         raise ConfigError("prompts.tokens", value=min(ids), allowed="token ids of 0 and above", remedy="Remove padding and masked labels.")
     return ids
-
-
-def _encodable(text: str) -> str:
-    """The text; JSON may hold halves of surrogate pairs (`"\\ud83d"`), which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        around = text[max(0, error.start - 20):error.end + 20]
-        raise ConfigError("prompts", value=around, allowed="text that UTF-8 can hold",
-                          remedy=f"Mend or remove character {error.start} of this prompt: half of a surrogate pair.") from error
-    return text
 
 
 def _require_conversation(messages: object, *, field: str) -> None:

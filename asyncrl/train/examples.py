@@ -102,13 +102,14 @@ class ExampleReader:
         if "messages" in row:
             return self._conversation(row["messages"], after=0, field=field)
         if "tokens" in row:
-            return Example(_ids(row["tokens"], field=field), np.asarray(row["loss_mask"], np.bool_))
+            return Example(_ids(row["tokens"], field=field), _mask(row["loss_mask"], field=field))
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return _joined(self._tokenizer.encode(prompt), (*self._tokenizer.encode_rest(completion), self._eos_tokens[0]))
         if _are_messages(prompt):
             answer = [{"role": _ASSISTANT, "content": completion}] if isinstance(completion, str) else completion
-            return self._conversation([*prompt, *answer], after=len(prompt), field=field)
+            if isinstance(answer, list | tuple):
+                return self._conversation([*prompt, *answer], after=len(prompt), field=field)
         return _joined(_ids(prompt, field=field), _ids(completion, field=field))
 
     def _conversation(self, messages: Any, *, after: int, field: str) -> Example:
@@ -178,11 +179,27 @@ def _joined(prompt: Sequence[int] | NDArray[np.int32], completion: Sequence[int]
 
 
 def _ids(values: Any, *, field: str) -> NDArray[np.int32]:
-    array = np.asarray(values) if isinstance(values, list | tuple | np.ndarray) and len(values) else np.empty(0)
+    array = _array(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(field, value=values, allowed="text, messages, or a list of token ids, both columns alike",
                           remedy="docs/sft.md has every shape of a row.")
     return np.clip(array, -1, np.iinfo(np.int32).max).astype(np.int32)
+
+
+def _mask(values: Any, *, field: str) -> NDArray[np.bool_]:
+    array = _array(values)
+    if array.ndim != 1 or array.dtype.kind not in "biu" or not np.isin(array, (0, 1)).all():
+        raise ConfigError(field, value=values, allowed="a loss_mask of booleans, or of 0 and 1, one for each token",
+                          remedy="Labels with -100 are no mask, and neither is text: write true where a token is learned.")
+    return array.astype(np.bool_)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """Empty, and of numbers that are not whole, where the values make none."""
+    try:
+        return np.asarray(values) if isinstance(values, list | tuple | np.ndarray) and len(values) else np.empty(0)
+    except (ValueError, OverflowError):  # lists of several lengths
+        return np.empty(0)
 
 
 def _are_messages(value: Any) -> bool:

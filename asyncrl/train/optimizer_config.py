@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.errors import ConfigError
-from asyncrl.settings import TAGGED, Section, refuse_unread
+from asyncrl.settings import TAGGED, Section, refuse_unread, require_pattern
 from asyncrl.train.schedule import Constant, Schedule
 
 LearningRate = Annotated[float, Field(gt=0, le=1)]
@@ -87,19 +85,11 @@ class OptimizerSettings(Section):
     @model_validator(mode="after")
     def _names_are_matched_by_patterns(self) -> OptimizerSettings:
         for number, pattern in enumerate(self.frozen):
-            _require_pattern(pattern, field=f"trainer.frozen.{number}")
+            require_pattern(pattern, field=f"trainer.frozen.{number}")
         for number, group in enumerate(self.learning_rate_groups):
-            _require_pattern(group.match, field=f"trainer.learning_rate_groups.{number}.match")
+            require_pattern(group.match, field=f"trainer.learning_rate_groups.{number}.match")
         return self
 
     def learning_rate_at(self, version: int) -> float:
         """Of the step that trains from this policy version."""
         return self.learning_rate * self.schedule.factor(version)
-
-
-def _require_pattern(text: str, *, field: str) -> None:
-    """Raise ConfigError unless the text is a regular expression."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ConfigError(field, value=text, allowed="a regular expression", remedy=f"It cannot be read: {error}.") from None

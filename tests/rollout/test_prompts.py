@@ -220,5 +220,5 @@ def test_seeds_depend_on_their_parts_alone():
 def test_half_of_a_surrogate_pair_is_refused_with_its_place(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": "12\ud83d"}) + "\n")
-    with pytest.raises(ConfigError, match="character 2 of this prompt"):
+    with pytest.raises(ConfigError, match="character 2 of this text"):
         next(PromptSource(path).stream(tokenizer))

@@ -91,7 +91,11 @@ def test_a_template_that_rewrites_what_came_before_is_refused_and_one_answer_a_r
     ({"prompt": [2], "completion": [2**40]}, "below the model's vocab_size 16"), ({"prompt": [-3], "completion": [2]}, "token ids from 0"),
     ({"tokens": [2, 3], "loss_mask": [True, True]}, "not the first"), ({"tokens": [2, 3], "loss_mask": [False]}, "as many places"),
     ({"tokens": [2, 3], "loss_mask": [False, False]}, "at least one of them learned"),
-    ({"prompt": [2] * 256, "completion": [3]}, "at most 256")])
+    ({"prompt": [2] * 256, "completion": [3]}, "at most 256"), ({"prompt": "1+\ud83d", "completion": "2"}, "half of a surrogate pair"),
+    ({"prompt": [[2], [3, 4]], "completion": [2]}, "token ids"), ({"prompt": CHAT[:3], "completion": 5}, "text, messages, or a list"),
+    *(({"tokens": [2, 3], "loss_mask": mask}, "a loss_mask of booleans, or of 0 and 1")
+      for mask in (None, True, {}, [], [[0], [0, 1]], [0, -100], [0, 2], ["false", "true"], [0.0, 1.0], [False, None])),
+    ({"messages": [CHAT[0], {"role": "assistant", "content": "\udc00"}]}, "half of a surrogate pair")])
 def test_a_row_that_cannot_be_trained_on_is_refused_by_its_number(row: Any, match: str, models: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=match) as refused:
         list(ExampleReader(models["chat"]).read([("1+1=", "2"), row], field="examples"))

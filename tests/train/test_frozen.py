@@ -75,7 +75,9 @@ def test_a_head_alone_can_train(untied: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("frozen", "field", "match"), [
     ([LAYERS, "vision_tower"], "trainer.frozen.1", "'vision_tower' is not allowed: a pattern that decides over a parameter"),
-    (["layers", "["], "trainer.frozen.1", "a regular expression"), (["."], "trainer.frozen", "leave something to train")])
+    (["layers", "["], "trainer.frozen.1", "a regular expression"),
+    (["a{99999999999}"], "trainer.frozen.0", "repetition number is too large"), (["(" * 2000], "trainer.frozen.0", "a regular expression"),
+    (["."], "trainer.frozen", "leave something to train")])
 def test_what_freezes_nothing_or_everything_is_refused(tiny: Path, tmp_path: Path, frozen: list[str], field: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as refused:
         inline_rank(tiny, tmp_path, frozen=frozen)

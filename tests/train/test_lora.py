@@ -264,7 +264,7 @@ def test_activations_may_be_computed_again(tiny: Path, tmp_path: Path, layers: s
 
 @pytest.mark.parametrize(("targets", "match"), [
     (["lm_head"], "It matches lm_head"), ([".*"], "It matches model.embed_tokens"), (["embed_tokens"], "It matches model.embed_tokens"),
-    (["c_attn"], "what matches a linear layer"), (["mlp"], "what matches a linear layer")])
+    (["c_attn"], "what matches a linear layer"), (["mlp"], "what matches a linear layer"), (["q{99999999999}"], "repetition number")])
 def test_targets_that_cannot_have_adapters_are_refused(untied: Path, tmp_path: Path, targets: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         lora_rank(untied, tmp_path, lora=LORA | {"targets": targets})
