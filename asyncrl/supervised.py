@@ -39,7 +39,7 @@ def load_sft(recipe: str | Path, overrides: Sequence[str] = (), *, echo: Tell | 
 async def supervise(config: SFTConfig, *, tell: Tell, resume: Resume = None) -> dict[str, Any]:
     """Train, and write everything under `run.folder/run.name`: `model/`, checkpoints, metrics, logs. Returns the summary.
 
-    Cancelled, it finishes the update under way and saves before it goes.
+    Cancelled, it finishes the update under way and saves before it goes; where that fails it is this failure that is raised.
     """
     folder = Path(config.run.folder) / config.run.name
     with claim(folder):
@@ -93,7 +93,8 @@ async def _finishing_the_step(course: _Course) -> None:
         await asyncio.shield(task)
     except asyncio.CancelledError:
         course.is_stopped = True
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task})
+        task.result()  # what the last step failed with, or its save, says more than that it was stopped
         raise
 
 

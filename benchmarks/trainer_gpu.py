@@ -53,7 +53,7 @@ def measured(config: PretrainedConfig, *, lengths: tuple[int, ...] = LENGTHS, de
     choice = attention_choice.choose("auto", lm=lm, device=where, dtype=dtype)
     attention_choice.use(choice, lm)
     policy, inputs = Policy(lm), packed_row(config.vocab_size, lengths, where)
-    flops = ModelFlops.of(config, parameters=sum(parameter.numel() for parameter in lm.parameters()))
+    flops = ModelFlops.of(config, shapes=[parameter.shape for parameter in lm.parameters()])
     seconds = []
     for _ in range(repeats + 2):
         policy.zero_grad(set_to_none=True)

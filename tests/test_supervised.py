@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl import cli
 from asyncrl.config import load_config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.observe.jsonl import iterate_jsonl
 from asyncrl.recipe_files import supervised_names
 from asyncrl.supervised import load_sft, supervise
@@ -102,6 +102,26 @@ def test_a_run_that_is_stopped_saves_and_goes_on_with_the_same_bits(made: dict[s
     rows = [list(iterate_jsonl(tmp_path / place / "sums" / "metrics.jsonl")) for place in ("whole/runs", "runs")]
     assert [row["trainer_step"] for row in rows[1]] == list(range(11))
     assert [row.get("train/loss/mean") for row in rows[0]] == [row.get("train/loss/mean") for row in rows[1]]
+
+
+def test_what_the_last_save_of_a_run_that_is_stopped_fails_with_is_told(made: dict[str, Any], tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    async def failing(self: SFTTrainer, path: Path) -> None:
+        raise CheckpointError("the disk is away")
+
+    step = SFTTrainer.step
+
+    async def interrupted(self: SFTTrainer) -> Any:
+        if self.version == 1:
+            signal.raise_signal(signal.SIGINT)
+        return await step(self)
+
+    monkeypatch.setattr(SFTTrainer, "save", failing)
+    monkeypatch.setattr(SFTTrainer, "step", interrupted)
+    settings = [f"run.folder={tmp_path / 'runs'}", "trainer.checkpoint_every_steps=null"]
+    assert cli.main(["sft", str(recipe(tmp_path, made)), *settings]) == cli.EXIT_FAILED
+    assert "CheckpointError: the disk is away" in capsys.readouterr().err
 
 
 FLIPS: dict[str, Any] = {

@@ -75,9 +75,13 @@ def export_adapters(lm: PreTrainedModel, folder: Path, *, config: LoRA, base: st
 
 
 def base_digest(folder: Path) -> str:
-    """xxh3-128 of the weight files of a model folder, in the order of their names."""
+    """xxh3-128 of the weight files of a model folder, in the order of their names: safetensors, or pickles where it has none of these, as
+    transformers chooses. Raises CheckpointError for a folder without either."""
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not paths:
+        raise CheckpointError(f"{folder} holds no weight files (*.safetensors, *.bin): nothing says which model adapters belong to.")
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in paths:
         digest.update(path.name.encode())
         with path.open("rb") as file:
             while data := file.read(_READ_BYTES):

@@ -52,7 +52,7 @@ def minibatches_of(trainee: Trainee, batch: PackedBatch) -> tuple[Minibatch, ...
     whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=batch.temperatures,
                    group_ids=group_ids, records=batch.records)
     groups = np.unique(group_ids[whole.costs > 0])
-    flops = ModelFlops.of(trainee.policy.lm.config, parameters=sum(parameter.numel() for parameter in trainee.policy.lm.parameters()))
+    flops = ModelFlops.of(trainee.policy.lm.config, shapes=[parameter.shape for parameter in trainee.policy.lm.parameters()])
     minibatches = []
     for chosen in np.array_split(groups, min(settings.minibatches_per_step, len(groups))):
         inside = np.isin(group_ids, chosen)

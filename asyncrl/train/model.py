@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.causal_lm import load_causal_lm
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.expert_routing import Routing
 from asyncrl.train.attention import PackedSegments
 from asyncrl.train.attention_choice import register
@@ -144,7 +144,13 @@ def _check_parity(policy: Policy) -> None:
     """Packed sequences, two of which share their first tokens, must give what transformers gives for each alone."""
     lm = policy.lm
     microbatch, tokens, cu_seqlens = _packed(lm)
-    ours, *_ = policy(ForwardInputs.of(microbatch, torch.device("cpu")))
+    inputs = ForwardInputs.of(microbatch, torch.device("cpu"))
+    try:
+        ours, *_ = policy(inputs)
+    except (AsyncRLError, MemoryError):
+        raise
+    except Exception as error:
+        raise _refused(f"{type(lm).__name__} (it fails without a mask, {type(error).__name__}: {error})") from error
     lm.set_attn_implementation("eager")
     theirs = torch.zeros(len(tokens))
     for start, end in itertools.pairwise(cu_seqlens.tolist()):

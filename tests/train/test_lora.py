@@ -18,7 +18,7 @@ from asyncrl.paths import RunPaths
 from asyncrl.train import checkpoint_store
 from asyncrl.train.batch import pack
 from asyncrl.train.checkpoint_store import SavedFile
-from asyncrl.train.lora import Merged, adapters_off
+from asyncrl.train.lora import Merged, adapters_off, base_digest
 from asyncrl.train.model import Policy, load_policy
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.trainer import Trainer
@@ -32,6 +32,17 @@ from tests.train.train_data import inline_rank, random_batch, sequence, step_on,
 
 LORA = {"kind": "lora", "rank": 4}
 TOKENS = torch.arange(2, 14)[None]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_the_digest_of_a_model_is_that_of_whatever_files_hold_its_weights(suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no weight files"):
+        base_digest(tmp_path)
+    file, digests = tmp_path / f"model.{suffix}", set()
+    for content in (b"one", b"other"):
+        file.write_bytes(content)
+        digests.add(base_digest(tmp_path))
+    assert len(digests) == 2
 
 
 def lora_rank(model: Path, folder: Path, *, lora: dict[str, Any] = LORA, **settings: object) -> RankTrainer:

@@ -111,6 +111,10 @@ REFUSED = {
     "attention of its own": (transformers.GPTNeoConfig, transformers.GPTNeoForCausalLM,
                              {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}, "called from outside"),
     "recurrence": (transformers.MambaConfig, transformers.MambaForCausalLM, {}, "logprobs off"),
+    "a choice of tokens to attend to": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM, {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+        "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}, "DeepseekV32ForCausalLM .it fails without a mask, TypeError"),
     "layers that keep what they are given": (transformers.StableLmConfig, transformers.StableLmForCausalLM, {}, "StableLmAttention")}
 
 
