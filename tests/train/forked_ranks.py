@@ -26,11 +26,14 @@ from asyncrl.train.parallel import local, whole
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import train_step
-from tests.train.train_data import random_batch
+from tests.train.train_data import random_batch, unequal_batch
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 480.0
 """Several times what all jobs of a test take on two busy cores."""
+
+
+BATCHES = {"random": random_batch, "unequal": lambda _, *, version: unequal_batch(version)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     restore: str = ""
     """A checkpoint folder to begin from."""
+    batches: str = "random"
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,11 @@ def _rank(job: Job, rank: int, place: Path) -> None:
     if job.restore:
         trainer.restore(Request("restore", body={"folder": job.restore, "updates": 1}))
     metrics: list[dict[str, float]] = []
+    forwards: list[int] = []
+    trainer._trainee.policy.register_forward_pre_hook(lambda _, arguments: forwards.append(len(arguments[0].tokens)))
     gradients: dict[str, Tensor] = {}
     for version in range(job.steps):
-        outcome = train_step(trainer._trainee, pack(random_batch(version, version=version)))
+        outcome = train_step(trainer._trainee, pack(BATCHES[job.batches](version, version=version)))
         metrics.append({name: value for name, value in outcome.metrics.result().items() if not name.endswith("_s/last")})
         if version == 0:
             gradients = {name.removeprefix("exp_avg/"): whole(moment).clone() / 0.1
@@ -98,7 +104,7 @@ def _rank(job: Job, rank: int, place: Path) -> None:
     trainer.save(Request("save", body={"folder": str(place / "checkpoint")}))
     trainer.saved(Request("saved", body={"wait": True}))
     trainer.export(Request("export", body={"folder": str(place / "export")}))
-    facts = {"metrics": metrics, "tied": lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
+    facts = {"metrics": metrics, "forwards": forwards, "tied": lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
              "held": sum(local(parameter).numel() for parameter in lm.parameters()),
              "dtypes": sorted({str(parameter.dtype) for parameter in lm.parameters()})}
     (place / f"rank-{rank}.json").write_text(json.dumps(facts))

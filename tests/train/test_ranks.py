@@ -16,8 +16,9 @@ from asyncrl.train import checkpoint_store
 from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.trainer import StepResult, Trainer
 from asyncrl.types import Batch
+from tests.train.forked_ranks import Job, run_jobs
 from tests.train.test_step_correction import SEQUENCES
-from tests.train.train_data import BETA1, batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on
+from tests.train.train_data import BETA1, batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on, unequal_batch
 
 LIMIT_S = 120.0
 NOTICED_S = 5.0
@@ -78,11 +79,14 @@ def test_a_correction_over_sequences_is_the_same_on_two_ranks(tiny: Path, tmp_pa
         torch.testing.assert_close(two[f"exp_avg/{name}"] / (1 - BETA1), gradient.detach().view(-1), rtol=0, atol=1e-6 * largest)
 
 
-def unequal_batch() -> Batch:
-    """475 tokens in one group, 100 in another: shares that would need 5 micro-batches here and 1 there."""
-    groups = ([95] * 5, [50, 50])
-    return batch_of(*(rollout(group, n, sequence([2], [3 + n] * length), reward=float(n % 2))
-                      for group, lengths in enumerate(groups) for n, length in enumerate(lengths)))
+@pytest.mark.slow
+def test_both_ranks_run_as_many_forwards_whatever_their_groups_weigh(tiny: Path, tmp_path: Path) -> None:
+    """A rank that ran one less would leave the other waiting in a gather of weights."""
+    job = Job("unequal", str(tiny), ranks=2, batches="unequal", settings={"microbatch_tokens": 100})
+    facts = run_jobs([job], tmp_path)["unequal"].facts
+    forwards = [facts[rank]["forwards"] for rank in range(2)]
+    assert [len(tokens) for tokens in forwards] == [3, 3]
+    assert sorted(tokens for rank in forwards for tokens in rank) == [95] * 5 + [100]
 
 
 @pytest.mark.slow
@@ -111,15 +115,12 @@ def test_two_ranks_equal_one_and_survive_the_death_of_either(tiny: Path, tmp_pat
         assert (recovered.base, recovered.run_epoch) == (published.version, published.run_epoch)
         await trainer.save(tmp_path / "recovered")
 
-        limited = await trainer.step(unequal_batch_at(3))
+        limited = await trainer.step(unequal_batch(3))
         assert limited.trained_tokens == 575
         one_sequence = await trainer.step(batch_of(rollout(0, 0, sequence([2], [3])), version=4))
         assert one_sequence.skipped
         assert (await trainer.score([sequence([2, 3], [4, 5])]))[0].shape == scored[0].shape
         await trainer.export(tmp_path / "export")
-
-    def unequal_batch_at(version: int) -> Batch:
-        return Batch(version=version, groups=unequal_batch().groups)
 
     with_ranks(tiny, tmp_path, use, processes=2, microbatch_tokens=100)
     logs = [path.read_text(encoding="utf-8") for path in (tmp_path / "run" / "logs").glob("trainer-*")]

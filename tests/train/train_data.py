@@ -50,6 +50,13 @@ def random_batch(seed: int, *, version: int = 0, groups: int = 4, group_size: in
     return batch_of(*rollouts, version=version)
 
 
+def unequal_batch(version: int) -> Batch:
+    """475 tokens in one group, 100 in another: shares that would need 5 micro-batches here and 1 there."""
+    groups = ([95] * 5, [50, 50])
+    return batch_of(*(rollout(group, n, sequence([2], [3 + n] * length), reward=float(n % 2))
+                      for group, lengths in enumerate(groups) for n, length in enumerate(lengths)), version=version)
+
+
 def inline_rank(model: Path, store: Path, *, advantages: object = "grpo", correction: object = "token_tis", loss: object = "decoupled_ppo",
                 reference: object = "none", lora: object = "none", **settings: object) -> RankTrainer:
     settings = {"learning_rate": 1e-2, "processes": 0, "max_grad_norm": 1e9, **settings}
