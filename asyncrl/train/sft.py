@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
@@ -153,7 +155,8 @@ class SFTTrainer:
             place = checkpoint_store.begin(folder)
             begun = (await self._call("save", {"folder": str(place)}))[0].body
             written = [reply.body for reply in await self._call("saved", {"wait": True})]
-            saving = Saving(folder, version=self.version, updates=begun["updates"], run_epoch=0, state=b"", model=begun["model"])
+            saving = Saving(folder, version=self.version, updates=begun["updates"], run_epoch=0, state=json.dumps(self._order()).encode(),
+                            model=begun["model"])
             saving.commit(written)
         except OSError as error:
             checkpoint_store.abandon(folder)
@@ -165,10 +168,12 @@ class SFTTrainer:
     async def restore(self, path: str | Path) -> None:
         """Load a checkpoint folder, saved by any number of ranks, and go on with the batch after it.
 
-        Raises CheckpointError, and ConfigError where an iterator would have to go back.
+        Raises CheckpointError, for one saved with another batch_size, seed or examples too, and ConfigError where an iterator would have
+        to go back.
         """
         folder = Path(path)
         manifest = checkpoint_store.verified(folder)
+        self._require_order(folder)
         if self._examples is None and manifest.version < self.version:
             raise ConfigError("examples", value=f"an iterator, after step {self.version}",
                               allowed=f"a list, to go back to step {manifest.version}",
@@ -200,6 +205,28 @@ class SFTTrainer:
     async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
         assert self._ranks is not None, "start() comes first"
         return await self._ranks.call(op, body or {}, arrays=arrays or {}, timeout_s=self.config.trainer.step_timeout_s)
+
+    def _order(self) -> dict[str, Any]:
+        """What batches follow from, beside the numbers of their steps; of an iterator nobody can tell the rows."""
+        if self._examples is None:
+            return {"batch_size": self._batch_size}
+        digest = xxhash.xxh3_128()
+        for example in self._examples:
+            digest.update(example.tokens.tobytes())
+            digest.update(example.loss_mask.tobytes())
+        return {"batch_size": self._batch_size, "seed": self._seed, "examples": f"{len(self._examples)}, xxh3-128 {digest.hexdigest()}"}
+
+    def _require_order(self, folder: Path) -> None:
+        """Raise CheckpointError unless the checkpoint goes on with the batches that it would have gone on with."""
+        ours = self._order()
+        try:
+            saved = dict(json.loads(checkpoint_store.read_state(folder)))
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{folder} was not saved by a supervised trainer: nothing says which examples come next.") from None
+        for name in sorted(ours.keys() | saved.keys()):
+            if saved.get(name) != ours.get(name):
+                raise CheckpointError(f"{folder} was saved with {name} {saved.get(name)}, here it is {ours.get(name)}: its next batches "
+                                      "would be others. Restore with what it was saved with, or start anew from its export.")
 
     def _batch(self, step: int) -> list[Example]:
         """Of step 0, 1, …: the next rows of the epochs' orders, one after another. Raises ConfigError where an iterator has ended."""

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.channel import Request
-from asyncrl.errors import ConfigError, RunAborted
+from asyncrl.errors import CheckpointError, ConfigError, RunAborted
 from asyncrl.train.examples import Example, ExampleReader, PackedExamples
 from asyncrl.train.sft import HeldOut, SFTStep, SFTTrainer
 from asyncrl.train.trainer import Trainer
@@ -192,6 +192,25 @@ def test_a_restored_trainer_ends_with_the_same_bits(tiny: Path, tmp_path: Path) 
     run(SFTTrainer(tiny, ROWS, **settings), tmp_path, whole)
     run(SFTTrainer(tiny, ROWS, **settings), tmp_path, rest)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "rest" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("named", "changed"), [
+    ("batch_size", {"batch_size": 7}), ("seed", {"seed": 4}), ("examples", {}), ("", {"epochs": 3})])
+def test_a_checkpoint_is_not_gone_on_from_with_other_batches(named: str, changed: dict[str, int], tiny: Path, tmp_path: Path) -> None:
+    async def saved(trainer: SFTTrainer) -> None:
+        await trainer.step()
+        await trainer.save(tmp_path / "saved")
+
+    async def again(trainer: SFTTrainer) -> None:
+        if not named:
+            return await trainer.restore(tmp_path / "saved")
+        with pytest.raises(CheckpointError, match=f"was saved with {named} .*, here it is "):
+            await trainer.restore(tmp_path / "saved")
+        assert trainer.version == 0
+
+    settings = {"batch_size": 8, "epochs": 2, "seed": 3, **SETTINGS}
+    run(SFTTrainer(tiny, ROWS, **settings), tmp_path, saved)
+    run(SFTTrainer(tiny, ROWS[::-1] if named == "examples" else ROWS, **settings | changed), tmp_path, again)
 
 
 def test_a_restored_trainer_of_adapters_ends_with_the_same_bits(tiny: Path, tmp_path: Path) -> None:
