@@ -75,8 +75,8 @@ def test_a_mapping_that_misses_a_source_is_refused_before_anything_starts(model:
     prompts = Mixture({"sums": PromptSource(questions("+")), "differences": PromptSource(questions("-"))})
     with pytest.raises(ConfigError, match=r"sampling = .*Add \['differences'\]"):
         make_run(model, tmp_path, prompts, env=SingleTurn(variety), sampling={"sums": HOT})
-    with pytest.raises(ConfigError, match=r"sampling\.sums\.top_p"):
-        make_run(model, tmp_path, prompts, env=SingleTurn(variety), sampling={"sums": Sampling(top_p=0.5), "differences": HOT})
+    with pytest.raises(ConfigError, match=r"sampling\.sums\.repetition_penalty"):
+        make_run(model, tmp_path, prompts, env=SingleTurn(variety), sampling={"sums": Sampling(repetition_penalty=1.2), "differences": HOT})
     with pytest.raises(ConfigError, match=r"env = .*Did you mean 'differences'"):
         make_run(model, tmp_path, prompts, env={"sums": SingleTurn(variety), "difference": SingleTurn(variety)})
 
