@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +46,46 @@ async def supervise(config: SFTConfig, *, tell: Tell, resume: Resume = None) -> 
     folder = Path(config.run.folder) / config.run.name
     with claim(folder):
         checkpoint = find_checkpoint(folder / "checkpoints", resume) if resume else None
-        if checkpoint is None and (kept := move_aside(folder)):
-            tell(f"an earlier run of this name is kept as {kept}")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml_text.write(config.model_dump(mode="json")), encoding="utf-8")
-        model = await prepare_model(config, logs=folder / "logs", echo=tell)
-        course = _Course(config, trainer=_trainer(config, model), folder=folder, tell=tell)
+        with _place(folder, is_new=checkpoint is None, tell=tell):
+            course = await _begun(config, folder=folder, checkpoint=checkpoint, tell=tell)
         try:
-            await course.trainer.start(folder, deterministic=config.run.deterministic)
-            if checkpoint is not None:
-                await course.trainer.restore(checkpoint)
-                tell(f"resumed after step {course.trainer.version} of {course.trainer.total_steps}")
             await _finishing_the_step(course)
         finally:
-            course.close()
-            await course.trainer.close()
+            await course.close()
         return course.summary()
+
+
+@contextmanager
+def _place(folder: Path, *, is_new: bool, tell: Tell) -> Iterator[None]:
+    """The folder, with an earlier run of its name out of the way; a run that is refused before its first update gives the place back."""
+    kept = move_aside(folder) if is_new else None
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except ConfigError:
+        if is_new:
+            shutil.rmtree(folder)
+        if kept is not None:
+            kept.rename(folder)
+        raise
+    if kept is not None:
+        tell(f"an earlier run of this name is kept as {kept}")
+
+
+async def _begun(config: SFTConfig, *, folder: Path, checkpoint: Path | None, tell: Tell) -> _Course:
+    """Everything up to the first update."""
+    (folder / "config.yaml").write_text(yaml_text.write(config.model_dump(mode="json")), encoding="utf-8")
+    model = await prepare_model(config, logs=folder / "logs", echo=tell)
+    course = _Course(config, trainer=_trainer(config, model), folder=folder, tell=tell)
+    try:
+        await course.trainer.start(folder, deterministic=config.run.deterministic)
+        if checkpoint is not None:
+            await course.trainer.restore(checkpoint)
+            tell(f"resumed after step {course.trainer.version} of {course.trainer.total_steps}")
+    except BaseException:
+        await course.close()
+        raise
+    return course
 
 
 def _trainer(config: SFTConfig, model: Path) -> SFTTrainer:
@@ -140,10 +166,11 @@ class _Course:
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return summary
 
-    def close(self) -> None:
-        """Close the file."""
+    async def close(self) -> None:
+        """Close the file, and end the ranks."""
         if self._metrics is not None:
             self._metrics.close()
+        await self.trainer.close()
 
     async def _note(self, step: SFTStep | None, *, measured: bool = True) -> None:
         row: dict[str, float] = {"trainer_step": self.trainer.version}

@@ -189,6 +189,18 @@ def test_what_cannot_work_is_refused_by_its_place_in_the_recipe(settings: list[s
     assert not (tmp_path / "runs" / "sums" / "model").exists()
 
 
+@pytest.mark.parametrize("refused", [[f"data.function={TASK}:broken"], ["trainer.frozen=[nothing]"]])
+def test_a_run_that_is_refused_leaves_an_earlier_one_in_its_place(refused: list[str], made: dict[str, Any], tmp_path: Path) -> None:
+    train(tmp_path, tree=made)
+    runs = tmp_path / "runs"
+    before = {file.relative_to(runs) for file in runs.rglob("*")}
+    with pytest.raises(ConfigError):
+        train(tmp_path, *refused, tree=made)
+    assert {file.relative_to(runs) for file in runs.rglob("*")} == before
+    train(tmp_path, tree=made)
+    assert (runs / "sums.1" / "summary.json").exists()
+
+
 @pytest.mark.slow
 def test_the_recipe_of_the_library_trains(tmp_path: Path) -> None:
     assert supervised_names() == ["sft/arithmetic"]
