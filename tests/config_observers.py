@@ -34,7 +34,7 @@ from asyncrl.rollout.router import Router
 from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
-from asyncrl.train import trainer as trainer_module
+from asyncrl.train import rank_group
 from asyncrl.train.batch import pack
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.prepare import prepare
@@ -258,7 +258,7 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
                 if trainer.checkpoint_due:
                     await trainer.checkpoint()
 
-    scene.patch.setattr(trainer_module.ChildRanks, "start", start)
+    scene.patch.setattr(rank_group.ChildRanks, "start", start)
     for behaviour in ("works", "nan", "dies"):
         story.append(behaviour)
         asyncio.run(main())

@@ -1,8 +1,8 @@
 """Floating-point operations of a transformer, by our own counting from its dimensions. Needs no torch.
 
-A multiplication and an addition are two operations. A weight is used once a token, one of an expert by the
-tokens sent to it; a query meets every key up to its own, once in the
-scores and once in the mixture. Norms, activations, softmax and the embedding's look-up are left out: they are below a percent.
+A multiplication and an addition are two operations. A weight is used once a token, one of an expert by the tokens sent to it; a query
+meets every key up to its own, once in the scores and once in the mixture. Norms, activations, softmax and the embedding's look-up are left
+out: they are below a percent.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.expert_routing import Routing
 from asyncrl.train.attention import PackedSegments
 from asyncrl.train.attention_choice import register
+from asyncrl.train.flops import ModelFlops
 from asyncrl.train.kept_rows import KeptRows
 from asyncrl.train.logprobs import CHUNK_LOGITS, Head, Objective, Predictions, token_logprobs, token_objective
 from asyncrl.train.microbatch import Microbatch, build, layout
@@ -89,6 +91,11 @@ class Policy(Body):
         super().__init__(lm)
         self._chunk_logits = chunk_logits
         self._softcap, self._logit_scale = _head_transform(lm.config.get_text_config())
+
+    @functools.cached_property
+    def flops(self) -> ModelFlops:
+        """What its dimensions cost; they stay as they are, so it is counted once."""
+        return ModelFlops.of(self.lm.config, shapes=[parameter.shape for parameter in self.lm.parameters()])
 
     def forward(self, inputs: ForwardInputs, objective: Objective | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Under the current weights; only predicting rows reach the head. With an objective it alone has a gradient, else the others have.

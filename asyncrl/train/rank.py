@@ -25,11 +25,10 @@ from asyncrl.train.examples import PackedExamples
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
 from asyncrl.train.lora import adapters_off, base_digest, export_adapters, require_base, trained_tensors
-from asyncrl.train.microbatch import build, layout
-from asyncrl.train.model import ForwardInputs, Policy, load_policy
+from asyncrl.train.minibatch import alone
+from asyncrl.train.model import Policy, load_policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.optim_groups import freeze
-from asyncrl.train.packing import plan
 from asyncrl.train.parallel import connect
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.rate_scale import RateScale
@@ -98,17 +97,11 @@ class RankTrainer:
     def score(self, request: Request) -> Reply:
         """[T] logprobs of whole sequences, 0 at the first token of each, or where a `loss_mask` is not set; the same on every rank."""
         tokens, cu_seqlens = request.arrays["tokens"], request.arrays["cu_seqlens"]
-        temperatures = request.arrays["temperatures"]
         targets = np.array(request.arrays.get("loss_mask", np.ones(len(tokens), np.bool_)))
         targets[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = False
-        alone = np.arange(len(temperatures))
-        whole = layout(tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=temperatures, group_ids=alone,
-                       records=TokenRecords.of_arrays(request.arrays))
-        packing = plan(whole.costs, shared=whole.shared, group_ids=alone, ranks=self._ranks.world_size,
-                       microbatch_tokens=self._spec.config.trainer.microbatch_tokens)
         logprobs = torch.zeros(len(tokens), device=self._ranks.device)
-        for sequences in packing.ranks[self._ranks.rank]:
-            inputs = ForwardInputs.of(build(whole, sequences), self._ranks.device)
+        for inputs in alone(self._trainee, tokens, cu_seqlens=cu_seqlens, targets=targets, temperatures=request.arrays["temperatures"],
+                            records=TokenRecords.of_arrays(request.arrays)):
             logprobs[inputs.places] = self._trainee.policy(inputs)[0]
         return Reply(arrays={"logprobs": self._ranks.sum(logprobs).cpu().numpy()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,6 +113,18 @@ class ChildRanks:
     async def close(self) -> None:
         """See `RankGroup`."""
         await asyncio.gather(*(child.close() for child in self._children))
+
+
+async def start_ranks(first: RankSpec, *, logs: Path) -> RankGroup:
+    """The ranks of a trainer, by the spec of rank 0: children, or with `trainer.processes` 0 the one in this process.
+
+    Raises ConfigError, ChildDied or TimeoutError, leaving no process.
+    """
+    settings = first.config.trainer
+    if not settings.processes:
+        return InlineRank(first)
+    specs = [dataclasses.replace(first, rank=rank) for rank in range(settings.processes)]
+    return await ChildRanks.start(specs, logs=logs, start_timeout_s=settings.start_timeout_s)
 
 
 def _worst(errors: Sequence[BaseException | None]) -> BaseException:

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
-from asyncrl.errors import CheckpointError, ConfigError, RunAborted
+from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.lora_config import adapters_of, require_peft
 from asyncrl.model_folder import model_folder
 from asyncrl.paths import RunPaths, make_shared_folder
@@ -32,7 +32,8 @@ from asyncrl.train.config import validated
 from asyncrl.train.examples import Example, ExampleReader, PackedExamples, Row, jsonl_rows
 from asyncrl.train.export_form import ADAPTER_FOLDER, SHARD_BYTES, ExportDtype, ExportForm
 from asyncrl.train.history import Saving, restore_request
-from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
+from asyncrl.train.nonfinite import NonfiniteLimit
+from asyncrl.train.rank_group import RankGroup, start_ranks
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.sft_config import refuse_settings_of_rl
 
@@ -99,7 +100,7 @@ class SFTTrainer:
         """Updates in all."""
         self.version = 0
         """Updates so far, skipped ones included."""
-        self._nonfinite_in_row = 0
+        self._nonfinite = NonfiniteLimit(self.config.trainer.max_nonfinite_steps)
         self._ranks: RankGroup | None = None
         self._paths: RunPaths | None = None
 
@@ -109,12 +110,10 @@ class SFTTrainer:
         self._paths = paths = RunPaths(root=Path(folder), shared=make_shared_folder())
         if settings.processes:
             paths.logs.mkdir(parents=True, exist_ok=True)
-        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=max(1, settings.processes),
-                          rendezvous=str(paths.shared / "rendezvous") if settings.processes else None, store=str(paths.weights),
-                          published_dtype="bfloat16", config=self.config, deterministic=deterministic)
-                 for rank in range(max(1, settings.processes))]
-        self._ranks = (await ChildRanks.start(specs, logs=paths.logs, start_timeout_s=settings.start_timeout_s)
-                       if settings.processes else InlineRank(specs[0]))
+        first = RankSpec(model=str(self.model.resolve()), rank=0, world_size=max(1, settings.processes),
+                         rendezvous=str(paths.shared / "rendezvous") if settings.processes else None, store=str(paths.weights),
+                         published_dtype="bfloat16", config=self.config, deterministic=deterministic)
+        self._ranks = await start_ranks(first, logs=paths.logs)
 
     async def steps(self) -> AsyncIterator[SFTStep]:
         """Every update that is left."""
@@ -127,10 +126,7 @@ class SFTTrainer:
         batch = PackedExamples.of(self._batch(self.version))
         reply = (await self._call("fit", {"version": self.version}, arrays=batch.arrays()))[0].body
         self.version += 1
-        self._nonfinite_in_row = self._nonfinite_in_row + 1 if reply["skipped"] == "nonfinite" else 0
-        if self._nonfinite_in_row >= (limit := self.config.trainer.max_nonfinite_steps):
-            raise RunAborted(f"trainer.max_nonfinite_steps = {limit}: the gradient was NaN or infinite "
-                             "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
+        self._nonfinite.after_step(nonfinite=reply["skipped"] == "nonfinite")
         return SFTStep(index=self.version, **reply)
 
     async def evaluate(self) -> HeldOut:
@@ -152,15 +148,13 @@ class SFTTrainer:
         """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
         folder = Path(path)
         try:
-            place = checkpoint_store.begin(folder)
-            begun = (await self._call("save", {"folder": str(place)}))[0].body
-            written = [reply.body for reply in await self._call("saved", {"wait": True})]
-            saving = Saving(folder, version=self.version, updates=begun["updates"], run_epoch=0, state=json.dumps(self._order()).encode(),
-                            model=begun["model"])
-            saving.commit(written)
-        except OSError as error:
-            checkpoint_store.abandon(folder)
-            raise CheckpointError(f"checkpoint {folder} cannot be written: {error}") from error
+            with checkpoint_store.disk_errors_named(folder):
+                place = checkpoint_store.begin(folder)
+                begun = (await self._call("save", {"folder": str(place)}))[0].body
+                written = [reply.body for reply in await self._call("saved", {"wait": True})]
+                saving = Saving(folder, version=self.version, updates=begun["updates"], run_epoch=0,
+                                state=json.dumps(self._order()).encode(), model=begun["model"])
+                saving.commit(written)
         except BaseException:
             checkpoint_store.abandon(folder)
             raise

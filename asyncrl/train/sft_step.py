@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.train.examples import PackedExamples
-from asyncrl.train.microbatch import build, layout
-from asyncrl.train.model import ForwardInputs
-from asyncrl.train.packing import plan
+from asyncrl.train.minibatch import alone
 from asyncrl.train.trainee import Trainee
 
 
@@ -20,11 +18,6 @@ def supervised_step(trainee: Trainee, batch: PackedExamples, *, version: int) ->
 
     The denominator is that of the whole batch, so neither micro-batches nor ranks change the gradient.
     """
-    alone = np.arange(len(batch.cu_seqlens) - 1)
-    whole = layout(batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask, temperatures=np.ones(len(alone), np.float32),
-                   group_ids=alone)
-    packing = plan(whole.costs, shared=whole.shared, group_ids=alone, ranks=trainee.ranks.world_size,
-                   microbatch_tokens=trainee.config.trainer.microbatch_tokens)
     count = batch.num_loss_tokens
     total = torch.zeros((), dtype=torch.float64, device=trainee.ranks.device)
 
@@ -32,8 +25,8 @@ def supervised_step(trainee: Trainee, batch: PackedExamples, *, version: int) ->
         return -logprobs.sum() * (trainee.ranks.world_size / count)  # FSDP2 averages over the ranks
 
     trainee.policy.zero_grad()  # what a step that failed half-way may have left
-    for sequences in packing.ranks[trainee.ranks.rank]:
-        inputs = ForwardInputs.of(build(whole, sequences), trainee.ranks.device)
+    for inputs in alone(trainee, batch.tokens, cu_seqlens=batch.cu_seqlens, targets=batch.loss_mask,
+                        temperatures=np.ones(len(batch.cu_seqlens) - 1, np.float32)):
         logprobs, _, value = trainee.policy(inputs, objective)
         value.backward()
         total -= logprobs.double().sum()

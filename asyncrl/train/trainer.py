@@ -35,8 +35,9 @@ from asyncrl.train.config import validated
 from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.export_form import ADAPTER_FOLDER, SHARD_BYTES, ExportDtype, ExportForm
 from asyncrl.train.history import History, Saving, restore_request
+from asyncrl.train.nonfinite import NonfiniteLimit
 from asyncrl.train.publication import Publication
-from asyncrl.train.rank_group import ChildRanks, InlineRank, RankGroup
+from asyncrl.train.rank_group import RankGroup, start_ranks
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.types import Batch, Sequence
 from asyncrl.weights.config import WeightsConfig
@@ -88,7 +89,8 @@ class Trainer:
         self._history = History()
         self._saving: Saving | None = None
         self._checkpointed = 0
-        self._starts = self._restarts_in_row = self._nonfinite_in_row = 0
+        self._starts = self._restarts_in_row = 0
+        self._nonfinite = NonfiniteLimit(self.config.trainer.max_nonfinite_steps)
         self._since_last_step = Metrics()
         self._ranks: RankGroup | None = None
         self._deterministic = False
@@ -279,12 +281,10 @@ class Trainer:
         settings = self.config.trainer
         rendezvous = str(self._paths.shared / f"rendezvous-{self._starts}") if settings.processes else None
         self._starts += 1
-        count = max(1, settings.processes)
-        specs = [RankSpec(model=str(self.model.resolve()), rank=rank, world_size=count, rendezvous=rendezvous, config=self.config,
-                          store=str(self._paths.weights), published_dtype=self._publication.dtype, deterministic=self._deterministic)
-                 for rank in range(count)]
-        self._ranks = (await ChildRanks.start(specs, logs=self._paths.logs, start_timeout_s=settings.start_timeout_s)
-                       if settings.processes else InlineRank(specs[0]))
+        first = RankSpec(model=str(self.model.resolve()), rank=0, world_size=max(1, settings.processes), rendezvous=rendezvous,
+                         store=str(self._paths.weights), published_dtype=self._publication.dtype, config=self.config,
+                         deterministic=self._deterministic)
+        self._ranks = await start_ranks(first, logs=self._paths.logs)
 
     async def _recover(self, death: ChildDied | TimeoutError) -> None:
         """All ranks anew, at the version they had. Raises RunAborted after `max_restarts` without a finished step.
@@ -391,10 +391,6 @@ class Trainer:
         metrics.sum("train/tokens/sum", reply["trained_tokens"])
         metrics.sum("train/skipped_steps/sum", int(reply["skipped"]))
         metrics.sum("train/nonfinite_steps/sum", int(reply["nonfinite"]))
-        self._nonfinite_in_row = self._nonfinite_in_row + 1 if reply["nonfinite"] else 0
-        if self._nonfinite_in_row >= self.config.trainer.max_nonfinite_steps:
-            limit = self.config.trainer.max_nonfinite_steps
-            raise RunAborted(f"trainer.max_nonfinite_steps = {limit}: the gradient was NaN or infinite "
-                             "in so many steps in a row; the weights are those before. Likely cause: a learning rate that is too high.")
+        self._nonfinite.after_step(nonfinite=reply["nonfinite"])
         return StepResult(version=self.version, metrics=metrics, skipped=reply["skipped"], trained_tokens=reply["trained_tokens"],
                           masked_tokens=sampled_tokens - reply["trained_tokens"])

@@ -30,8 +30,7 @@ from asyncrl.correction.batch import Corrected, CorrectionBatch
 from asyncrl.functions import load_function
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.engine import Ack, Chunk, GenerationRequest
-from asyncrl.train import rank, step
-from asyncrl.train import trainer as trainer_module
+from asyncrl.train import rank, rank_group, step
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.config import TrainConfig
 from asyncrl.train.model import Policy
@@ -227,7 +226,7 @@ def watching(recording: Recording) -> Iterator[None]:
         return recording.traces[-1]
 
     real_load, real_correct, real_traces = rank.load_policy, step.correct, step.Traces
-    with (mock.patch.object(trainer_module, "ChildRanks", ObservedRanks), mock.patch.object(rank, "Optimizer", WatchedOptimizer),
+    with (mock.patch.object(rank_group, "ChildRanks", ObservedRanks), mock.patch.object(rank, "Optimizer", WatchedOptimizer),
           mock.patch.object(rank, "load_policy", load_policy), mock.patch.object(rank, "train_step", train_step),
           mock.patch.object(step, "correct", correct), mock.patch.object(step, "Traces", traces),
           mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"})):

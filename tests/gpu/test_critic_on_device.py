@@ -11,9 +11,7 @@ from asyncrl.train.batch import pack
 from asyncrl.train.minibatch import minibatches_of
 from asyncrl.train.parallel import whole
 from asyncrl.train.passes import critic_values
-from tests.devices import DEVICES
 from tests.gpu.one_rank import OneRank, step
-from tests.tiny_model import make_tiny_model
 from tests.train.train_data import random_batch
 
 CRITIC = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "value_clip": None}
@@ -21,17 +19,6 @@ GAE = {"kind": "gae", "critic": CRITIC}
 GAPS = {"float32": 2e-3, "bfloat16": 0.1}
 """Of values after two steps, to those of the CPU in float32, relative to the largest; kernels of a GPU multiply in TF32."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about torch, while it imports its compiler
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 16, the narrowest flex_attention takes."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=3, hidden=64)
-
-
-@pytest.fixture(params=DEVICES)
-def one_rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneRank:
-    return OneRank(request.param, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

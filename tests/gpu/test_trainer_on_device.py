@@ -25,17 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about torch, while
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 16, the narrowest flex_attention takes."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=3, hidden=64)
-
-
-@pytest.fixture(params=DEVICES)
-def one_rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneRank:
-    return OneRank(request.param, tmp_path, monkeypatch)
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The gradient that a trainer in this process has, on the CPU in float32."""
     with pytest.MonkeyPatch.context() as patch:

@@ -222,7 +222,7 @@ def test_a_run_that_is_told_to_stop_finishes_its_step_and_saves_the_rest(model: 
 
 def test_a_run_saves_though_a_rank_dies_while_it_writes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fate = Fate()
-    monkeypatch.setattr("asyncrl.train.trainer.ChildRanks", fate)
+    monkeypatch.setattr("asyncrl.train.rank_group.ChildRanks", fate)
 
     async def saved() -> None:
         async with make_run(model, tmp_path, [fake()], every_steps=None, processes=1) as run:
@@ -254,7 +254,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(model: Pat
 def test_a_run_that_fails_waits_for_no_rank_that_cannot_finish_its_checkpoint(stuck: bool, model: Path, tmp_path: Path,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     fate = Fate()
-    monkeypatch.setattr("asyncrl.train.trainer.ChildRanks", fate)
+    monkeypatch.setattr("asyncrl.train.rank_group.ChildRanks", fate)
     monkeypatch.setattr("asyncrl.train.trainer._CLOSE_SAVING_S", 0.05)
 
     async def failing() -> None:

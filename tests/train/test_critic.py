@@ -12,7 +12,6 @@ import torch
 
 from asyncrl.channel import Request
 from asyncrl.errors import CheckpointError
-from asyncrl.paths import RunPaths
 from asyncrl.train.batch import pack
 from asyncrl.train.minibatch import minibatches_of
 from asyncrl.train.passes import critic_values
@@ -20,7 +19,7 @@ from asyncrl.train.rank import RankTrainer
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, SequenceBuilder, Status
 from tests.train.plain_critic import EPS, LEARNING_RATE, Discount, PlainCritic
-from tests.train.train_data import batch_of, inline_rank, random_batch, rollout, sequence, step_on, weights
+from tests.train.train_data import batch_of, inline_rank, random_batch, rollout, sequence, start, step_on, weights
 
 DISCOUNT = Discount(gamma=0.9, lam=0.8)
 CRITIC = {"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9}
@@ -158,9 +157,7 @@ def test_a_restored_critic_goes_on_as_the_saved_one_would_have(tiny: Path, tmp_p
     async def main() -> None:
         first, second, other = trainer(gae(epochs=2)), trainer(gae(epochs=2)), trainer("grpo")
         for name, own in (("first", first), ("second", second), ("other", other)):
-            paths = RunPaths(root=tmp_path / name, shared=tmp_path / name / "shared")
-            paths.make()
-            await own.start(paths)
+            await start(own, tmp_path / name)
         for version in range(2):
             await first.step(random_batch(version, version=version))
         await first.save(tmp_path / "saved")

@@ -75,7 +75,7 @@ class MortalRank(InlineRank):
 
 def with_mortal_rank(model: Path, folder: Path, fate: Fate, use: Callable[[Trainer], Awaitable[T]], monkeypatch: pytest.MonkeyPatch,
                      **settings: object) -> T:
-    monkeypatch.setattr("asyncrl.train.trainer.ChildRanks", fate)
+    monkeypatch.setattr("asyncrl.train.rank_group.ChildRanks", fate)
 
     async def main() -> T:
         paths = RunPaths(root=folder / "run", shared=folder / "shared")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.paths import RunPaths
 from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.train.config import TrainConfig, validated
 from asyncrl.train.minibatch import minibatches_of
@@ -28,7 +27,7 @@ from tests.tiny_model import make_tiny_model
 from tests.tiny_moe import make_tiny_moe
 from tests.train.plain_logprobs import assert_close, gradients_of, plain_model, plain_scores
 from tests.train.test_routing_replay import batch as routed_batch
-from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, step_on, weights
+from tests.train.train_data import batch_of, first_gradient, inline_rank, random_batch, rollout, sequence, start, step_on, weights
 
 IN_LOSS = {"kind": "in_loss", "coefficient": 0.2}
 IN_REWARD = {"kind": "in_reward", "coefficient": 0.1}
@@ -214,9 +213,7 @@ def test_a_restored_trainer_is_held_to_the_model_it_started_from(tmp_path: Path)
     async def main() -> None:
         first, second = trainer(), trainer()
         for name, own in (("first", first), ("second", second)):
-            paths = RunPaths(root=tmp_path / name, shared=tmp_path / name / "shared")
-            paths.make()
-            await own.start(paths)
+            await start(own, tmp_path / name)
         for version in range(2):
             await first.step(random_batch(version, version=version))
         await first.save(tmp_path / "saved")

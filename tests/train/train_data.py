@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from asyncrl.paths import RunPaths
 from asyncrl.train.batch import PackedBatch, pack
 from asyncrl.train.config import validated
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import StepOutcome, train_step
+from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Rollout, RolloutGroup, Sampling, Sequence, SequenceBuilder, Status
 
 BETA1 = 0.9
@@ -55,6 +57,12 @@ def unequal_batch(version: int) -> Batch:
     groups = ([95] * 5, [50, 50])
     return batch_of(*(rollout(group, n, sequence([2], [3 + n] * length), reward=float(n % 2))
                       for group, lengths in enumerate(groups) for n, length in enumerate(lengths)), version=version)
+
+
+async def start(trainer: Trainer, folder: Path) -> None:
+    paths = RunPaths(root=folder, shared=folder / "shared")
+    paths.make()
+    await trainer.start(paths)
 
 
 def inline_rank(model: Path, store: Path, *, advantages: object = "grpo", correction: object = "token_tis", loss: object = "decoupled_ppo",
