@@ -70,7 +70,7 @@ class InlineEngine:
         self._model = load_model(self._facts.folder, dtype=self._config.dtype, lora=self._lora)
         self._routing = model_routing(self._model) if self._facts.has_experts else None
         self._weights = ReleasableWeights(self._model)
-        self._receiver = Receiver(self._weights.targets(), store=StoreTransport(paths.weights))
+        self._receiver = Receiver(self._weights.targets(), source=StoreTransport(paths.weights))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

@@ -51,7 +51,7 @@ class _Child:
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
         routing = model_routing(model) if spec["has_experts"] else None
         self._weights = ReleasableWeights(model)
-        self._receiver = Receiver(self._weights.targets(), store=StoreTransport(Path(spec["weights"])))
+        self._receiver = Receiver(self._weights.targets(), source=StoreTransport(Path(spec["weights"])))
         self._asleep = False
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit,

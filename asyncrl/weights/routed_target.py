@@ -8,6 +8,7 @@ on whatever device the memory is. The cost is that of the elements named; one co
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -120,14 +121,13 @@ class RoutedTarget:
     dtype: str
     boxes: tuple[Box, ...]
 
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
     def accepts(self, dtype: str) -> bool:
         """See `Target.accepts`."""
         return fits(dtype, self.dtype)
+
+    def here(self, entry: TensorEntry, changes: Changes) -> Iterable[tuple[TensorEntry, Changes]]:
+        """See `Target.here`."""
+        return ((entry, changes),)
 
     def words(self, start: int, length: int) -> Tensor:
         """[length] raw bits, as signed integers, of the elements from flat index `start` on."""

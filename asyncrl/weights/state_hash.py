@@ -49,6 +49,17 @@ def hash_delta(seed: int, indices: NDArray[np.int64], *, start: int, old: Bits, 
     return total % MODULUS
 
 
+def hash_at(seed: int, indices: NDArray[np.int64], bits: Bits, *, start: int) -> int:
+    """Share of the elements `bits` at `start + indices`, both [k]."""
+    nothing = np.zeros(min(_CHUNK, len(indices)), np.uint64)
+    total = 0
+    for low in range(0, len(indices), _CHUNK):
+        part = slice(low, low + _CHUNK)
+        raised = bits[part].astype(np.uint64) + np.uint64(1)
+        total += hash_delta(seed, indices[part], start=start, old=nothing[:len(raised)], new=raised)
+    return total % MODULUS
+
+
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's finaliser in place, made odd."""
     x ^= x >> np.uint64(30)

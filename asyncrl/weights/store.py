@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import WeightSyncError, WrongBase
 from asyncrl.weights.manifest import Manifest, Part
+from asyncrl.weights.transport import Buffer, HeldVersion
 
 _MANIFEST = "manifest.json"
 
@@ -32,7 +33,7 @@ class StoreTransport:
         self._root = root
         root.mkdir(parents=True, exist_ok=True)
 
-    def put_part(self, version: int, *, rank: int, bucket: int, chunks: Iterable[bytes]) -> Part:
+    def put_part(self, version: int, *, rank: int, bucket: int, chunks: Iterable[Buffer]) -> Part:
         """Write the chunks as one file. Raises WeightSyncError, leaving nothing, when it cannot be written whole."""
         folder = self._folder(version)
         temporary = folder / f".part-{rank}-{bucket}.{os.getpid()}"
@@ -83,6 +84,29 @@ class StoreTransport:
         if found is None:
             raise WeightSyncError(f"version {version} is not in the store; it has {list(self.versions())}")
         return found
+
+    def deliver(self, manifest: Manifest) -> None:
+        """See `PartSink.deliver`. Engines pull."""
+
+    def chain(self, manifest: Manifest, *, held: HeldVersion | None) -> Sequence[Manifest]:
+        """See `PartSource.chain`."""
+        chain = [manifest]
+        while (base := chain[0].base) is not None and held != HeldVersion(manifest.run_epoch, base):
+            if base >= chain[0].version:
+                raise WrongBase(f"version {chain[0].version} names base {base}: a base is older than its version")
+            try:
+                before = self.manifest(base)
+            except WeightSyncError as error:
+                raise WrongBase(f"no chain leads from {held or 'nothing'} to version {manifest.version}: {error}") from error
+            if before.run_epoch != manifest.run_epoch:
+                raise WrongBase(f"version {base}, the base of {chain[0].version}, is of run epoch {before.run_epoch} in the store, "
+                                f"not {manifest.run_epoch}")
+            chain.insert(0, before)
+        return chain
+
+    def parts(self, manifest: Manifest) -> Sequence[NDArray[np.uint8]]:
+        """See `PartSource.parts`."""
+        return [self.open_part(part) for part in manifest.parts]
 
     def open_part(self, part: Part) -> NDArray[np.uint8]:
         """The bytes of a part, mapped read-only, size and checksum verified. Raises WeightSyncError.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -33,12 +33,11 @@ class Target(Protocol):
     def dtype(self) -> str:
         """At runtime; safetensors name."""
 
-    @property
-    def size(self) -> int:
-        """Elements that can be read and written here."""
-
     def accepts(self, dtype: str) -> bool:
         """Whether published `dtype` fits exactly and can be read back."""
+
+    def here(self, entry: TensorEntry, changes: Changes) -> Iterable[tuple[TensorEntry, Changes]]:
+        """Those of `changes` whose elements are held here, as runs: all, where the whole tensor is. Of `EVERYWHERE`, all elements here."""
 
     def read(self, entry: TensorEntry, changes: Changes) -> Bits:
         """Published bits now at the places `changes` names. Raises WeightSyncError when memory holds what was never published."""
@@ -62,14 +61,13 @@ class MemoryTarget:
     memory: Bits
     """The tensor's own memory, flat, as raw bits of `dtype`."""
 
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return self.memory.size
-
     def accepts(self, dtype: str) -> bool:
         """See `Target.accepts`."""
         return fits(dtype, self.dtype)
+
+    def here(self, entry: TensorEntry, changes: Changes) -> Iterable[tuple[TensorEntry, Changes]]:
+        """See `Target.here`."""
+        return ((entry, changes),)
 
     def view(self, dtype: str) -> Bits:
         """The memory as published bits. BF16 is the upper half of F32, so no copy in the published dtype is kept."""
@@ -125,7 +123,7 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, Target], *, dtypes:
             raise WeightSyncError(f"{entry.name} was published as {dtypes[entry.name]}, the delta has {entry.dtype}")
     covered = _coverage(manifest)
     if manifest.base is None:
-        short = [name for name, target in targets.items() if covered.get(name, 0) != target.size]
+        short = [name for name, target in targets.items() if covered.get(name, 0) != math.prod(target.shape)]
         if short:
             raise WeightSyncError(f"anchor {manifest.version} leaves {len(short)} tensors unset or in part: {', '.join(short[:_SHOWN])} …")
 
@@ -141,8 +139,8 @@ def _check_entry(entry: TensorEntry, manifest: Manifest, targets: Mapping[str, T
                               "reversibly: publish in the runtime dtype, or BF16 for a F32 runtime")
     if manifest.base is None and entry.mode != "dense":
         raise WeightSyncError(f"{entry.name} is {entry.mode} in an anchor, which must be dense")
-    if not (entry.start >= 0 and entry.length > 0 and entry.start + entry.length <= target.size):
-        raise WeightSyncError(f"{entry.name}: elements {entry.start} … {entry.start + entry.length} lie outside its {target.size}")
+    if not (entry.start >= 0 and entry.length > 0 and entry.start + entry.length <= math.prod(target.shape)):
+        raise WeightSyncError(f"{entry.name}: elements {entry.start} … {entry.start + entry.length} lie outside its shape {target.shape}")
     if not 0 <= entry.part < len(manifest.parts):
         raise WeightSyncError(f"{entry.name} names part {entry.part} of {len(manifest.parts)}")
     expected = payload_bytes(entry.mode, length=entry.length, count=entry.count, itemsize=word_dtype(entry.dtype).itemsize)

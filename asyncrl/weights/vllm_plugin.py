@@ -91,7 +91,7 @@ class WorkerExtension:
             targets = record_routes(model, load=model.load_weights, tensors=tensors)
         elements = prove_base(targets, folder=folder)
         room = self._asyncrl_room(folder, lora) if lora else {}
-        self.asyncrl_receiver = Receiver({**targets, **room}, store=StoreTransport(store))
+        self.asyncrl_receiver = Receiver({**targets, **room}, source=StoreTransport(store))
         return {"tensors": len(targets), "elements": elements, "skipped": [name for name in tensors if name not in targets]}
 
     def _asyncrl_room(self, folder: Path, settings: Mapping[str, Any]) -> dict[str, MemoryTarget]:

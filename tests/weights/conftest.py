@@ -77,6 +77,6 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 def synced(rig: Rig) -> tuple[Rig, dict[str, torch.Tensor], Receiver]:
     """A receiver that holds the anchor, version 0."""
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(rig.publish(0, base=None))
     return rig, targets, receiver

@@ -36,8 +36,8 @@ def received(store):
     manifest = store.manifest(1)
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
     targets = {entry.name: torch.zeros(entry.shape, dtype=dtypes[entry.dtype]) for entry in store.manifest(0).tensors}
-    receiver = Receiver(memory_targets(targets), store=store)
-    receiver.catch_up(manifest)
+    receiver = Receiver(memory_targets(targets), source=store)
+    receiver.apply(manifest)
     receiver.audit()
     return targets
 

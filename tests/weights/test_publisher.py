@@ -61,7 +61,7 @@ def test_the_snapshot_moves_only_with_the_commit(rig):
     # a publication whose manifest never became durable (W07, W15): the next delta starts from the same base and loses nothing
     first = rig.publish(0, base=None)
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(first)
     rig.change(0.5)
     rig.publisher.publish(rig.bits(), version=1, base=0)
@@ -74,7 +74,7 @@ def test_the_snapshot_moves_only_with_the_commit(rig):
 
 def test_a_failed_write_leaves_nothing_pending_and_the_next_delta_whole(rig, monkeypatch):
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(rig.publish(0, base=None))
     rig.change()
 
@@ -129,7 +129,7 @@ def test_pieces_other_than_announced_are_refused(rig, wrong):
 
 def test_a_restarted_publisher_goes_on_from_the_adopted_version(rig):
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(rig.publish(3, base=None))
     rig.publisher = Publisher(rig.pieces, rank=0, store=rig.store)
     assert rig.publisher.adopt(rig.bits(), version=3) == receiver.state_hash
@@ -149,7 +149,7 @@ def test_an_anchor_of_the_committed_version_can_be_written_at_any_time(rig):
     anchor = rig.anchor()
     rig.state = published
     targets = rig.targets()
-    assert Receiver(memory_targets(targets), store=rig.store).apply(anchor) == delta.state_hash
+    assert Receiver(memory_targets(targets), source=rig.store).apply(anchor) == delta.state_hash
     assert rig.holds(targets)
 
 
@@ -165,7 +165,7 @@ def test_parts_end_before_they_grow_too_large(make_rig):
     manifest = rig.publish(0, base=None)
     assert [part.bytes for part in manifest.parts] == [560, 32]  # a payload is never split; the next ones share a part
     targets = rig.targets()
-    Receiver(memory_targets(targets), store=rig.store).apply(manifest)
+    Receiver(memory_targets(targets), source=rig.store).apply(manifest)
     assert rig.holds(targets)
 
 
@@ -174,7 +174,7 @@ def test_a_long_piece_becomes_several_entries(rig, monkeypatch):
     manifest = rig.publish(0, base=None)
     assert [(entry.start, entry.length) for entry in manifest.tensors if entry.name == "embed.weight"] == [(0, 100), (100, 100), (200, 80)]
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(manifest)
     rig.change(0.3)
     receiver.apply(rig.publish(1, base=0))
@@ -195,7 +195,7 @@ def test_uneven_shards_publish_the_state_of_one_rank(rig):
     manifest = merge(publications, run_epoch=0, version=0, base=None)
     assert manifest.state_hash == whole.state_hash
     targets = rig.targets()
-    Receiver(memory_targets(targets), store=rig.store).apply(manifest)
+    Receiver(memory_targets(targets), source=rig.store).apply(manifest)
     assert rig.holds(targets)
 
 

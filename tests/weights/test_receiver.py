@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.receiver import AUDIT_EVERY_DELTAS, Receiver
+from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.receiver import AUDIT_EVERY_DELTAS, Receiver, joined
+from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.targets import MemoryTarget
 from asyncrl.weights.torch_pieces import memory_targets
+from asyncrl.weights.transport import HeldVersion
 
 
 def snapshot(targets):
@@ -23,12 +26,12 @@ def unchanged(targets, before):
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.4, 1.0])
 def test_an_anchor_and_deltas_give_the_published_bits(rig, dtype, density):
     targets = rig.targets(dtype)
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     assert receiver.apply(rig.publish(0, base=None)) == receiver.state_hash
     for version in range(1, 4):
         rig.change(density)
         manifest = rig.publish(version, base=version - 1)
-        assert receiver.apply(manifest) == manifest.state_hash == receiver.audit()
+        assert receiver.apply(manifest) == manifest.state_hash == joined([receiver.audit()])
         assert receiver.version == version
         assert rig.holds(targets)
 
@@ -60,13 +63,15 @@ def test_a_wrong_base_is_refused_and_changes_nothing(synced):
     rig.change()
     two = rig.publish(2, base=1)
     before = snapshot(targets)
-    with pytest.raises(WrongBase, match="version 2 builds on 1"):
+    hidden = rig.store._root / "v000001" / "hidden"
+    link = hidden.with_name("manifest.json").rename(hidden)
+    with pytest.raises(WrongBase, match="version 1 is not in the store"):
         receiver.apply(two)
     assert receiver.version == 0
     assert unchanged(targets, before)
-    receiver.apply(one)
+    link.rename(hidden.with_name("manifest.json"))
     receiver.apply(two)
-    with pytest.raises(WrongBase, match="version 1 builds on 0"):
+    with pytest.raises(WrongBase, match="version 1 cannot follow version 2"):
         receiver.apply(one)
     assert receiver.version == 2
     assert rig.holds(targets)
@@ -76,15 +81,45 @@ def test_a_receiver_without_an_anchor_refuses_deltas(rig):
     rig.publish(0, base=None)
     rig.change()
     delta = rig.publish(1, base=0)
-    with pytest.raises(WrongBase, match="held is nothing yet"):
-        Receiver(memory_targets(rig.targets()), store=rig.store).apply(delta)
+    rig.store.retain(1)
+    receiver = Receiver(memory_targets(rig.targets()), source=rig.store)
+    with pytest.raises(WrongBase, match="version 0 is not in the store"):
+        receiver.apply(delta)
+    assert receiver.apply(rig.anchor()) == delta.state_hash
+
+
+class Offers:
+    """A source that offers whatever chain it is told to."""
+
+    def __init__(self, *chain: Manifest, store: StoreTransport) -> None:
+        self._chain, self._store = chain, store
+
+    def chain(self, manifest: Manifest, *, held: HeldVersion | None) -> tuple[Manifest, ...]:
+        return self._chain
+
+    def parts(self, manifest: Manifest) -> list[np.ndarray]:
+        return self._store.parts(manifest)
+
+
+def test_a_chain_that_does_not_lead_from_what_is_held_to_what_is_asked_is_refused(rig):
+    versions = [rig.publish(0, base=None)]
+    for version in range(1, 4):
+        rig.change()
+        versions.append(rig.publish(version, base=version - 1))
+    for chain in ((), (versions[3],), versions[2:], versions[:3], [versions[0], versions[2], versions[3]]):
+        targets = rig.targets()
+        before = snapshot(targets)
+        receiver = Receiver(memory_targets(targets), source=Offers(*chain, store=rig.store))
+        with pytest.raises(WrongBase):
+            receiver.apply(versions[3])
+        assert unchanged(targets, before)
 
 
 def test_a_delta_of_another_state_under_the_right_number_is_refused_before_writing(rig, make_rig):
     # the receiver's version 0 is not the version 0 the delta was made on: numbers agree, bits do not
     other = make_rig(seed=9)
     targets = rig.targets()
-    receiver = Receiver(memory_targets(targets), store=other.store)
+    receiver = Receiver(memory_targets(targets), source=other.store)
     receiver.apply(other.publish(0, base=None))
     rig.publish(0, base=None)
     rig.change()
@@ -112,8 +147,10 @@ def test_an_audit_finds_memory_changed_from_outside_and_an_anchor_heals_it(synce
         receiver.audit()
     assert receiver.version is None
     rig.change()
-    with pytest.raises(WrongBase, match="an anchor is needed"):
-        receiver.apply(rig.publish(1, base=0))
+    delta = rig.publish(1, base=0)
+    rig.store.retain(1)
+    with pytest.raises(WrongBase, match="version 0 is not in the store"):
+        receiver.apply(delta)
     receiver.apply(rig.anchor())
     assert (receiver.version, receiver.poisoned) == (1, "")
     assert rig.holds(targets)
@@ -121,7 +158,7 @@ def test_an_audit_finds_memory_changed_from_outside_and_an_anchor_heals_it(synce
 
 def test_a_float32_runtime_that_holds_more_than_bf16_is_noticed(rig):
     targets = rig.targets(torch.float32)
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(rig.publish(0, base=None))
     targets["up.weight"].view(torch.int32)[0, 0] += 1
     with pytest.raises(WeightSyncError, match="no BF16"):
@@ -144,7 +181,7 @@ def test_memory_that_no_delta_touches_is_audited_now_and_then(synced):
 
 def test_an_audit_needs_a_version(rig):
     with pytest.raises(WeightSyncError, match="no anchor was applied yet"):
-        Receiver(memory_targets(rig.targets()), store=rig.store).audit()
+        Receiver(memory_targets(rig.targets()), source=rig.store).audit()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "unlink"])
@@ -210,14 +247,14 @@ def test_a_manifest_that_does_not_fit_is_refused_before_writing(synced, spoil, m
 @pytest.mark.parametrize("missing", [lambda entries: entries[1:], lambda entries: entries[:-1]])
 def test_an_anchor_must_cover_everything(rig, missing):
     manifest = rig.publish(0, base=None)
-    receiver = Receiver(memory_targets(rig.targets()), store=rig.store)
+    receiver = Receiver(memory_targets(rig.targets()), source=rig.store)
     with pytest.raises(WeightSyncError, match="leaves 1 tensors unset"):
         receiver.apply(dataclasses.replace(manifest, tensors=missing(manifest.tensors)))
 
 
 def test_a_tensor_keeps_its_published_dtype_within_a_chain(rig):
     targets = rig.targets(torch.float32)
-    receiver = Receiver(memory_targets(targets), store=rig.store)
+    receiver = Receiver(memory_targets(targets), source=rig.store)
     receiver.apply(rig.publish(0, base=None))
     delta = rig.publish(1, base=0)
     entry = dataclasses.replace(delta.tensors[0], dtype="F32")
@@ -242,11 +279,10 @@ def test_a_failure_while_writing_poisons_until_an_anchor(synced, monkeypatch):
             receiver.apply(one)
     assert (receiver.version, receiver.state_hash) == (None, None)
     assert receiver.poisoned == "writing version 1 did not finish"
-    with pytest.raises(WrongBase, match="an anchor is needed"):
-        receiver.apply(one)
     rig.change()
     two = rig.publish(2, base=1)
-    with pytest.raises(WrongBase, match="an anchor is needed"):
+    rig.store.retain(1)
+    with pytest.raises(WrongBase, match="no chain leads from nothing to version 2"):
         receiver.apply(two)
     assert receiver.apply(rig.anchor()) == two.state_hash
     assert rig.holds(targets)
@@ -255,7 +291,7 @@ def test_a_failure_while_writing_poisons_until_an_anchor(synced, monkeypatch):
 def test_one_engine_of_two_fails_and_the_other_goes_on(synced):
     rig, targets, receiver = synced
     failed_targets = rig.targets()
-    failed = Receiver(memory_targets(failed_targets), store=rig.store)
+    failed = Receiver(memory_targets(failed_targets), source=rig.store)
     failed.apply(rig.store.manifest(0))
     rig.change()
     one = rig.publish(1, base=0)
@@ -269,7 +305,7 @@ def test_one_engine_of_two_fails_and_the_other_goes_on(synced):
     rig.change()
     two = rig.publish(2, base=1)
     receiver.apply(two)
-    failed.catch_up(two)
+    failed.apply(two)
     assert rig.holds(targets)
     assert rig.holds(failed_targets)
 
@@ -288,7 +324,7 @@ def test_a_new_run_epoch_begins_with_an_anchor_and_ends_the_old_one(synced):
     rig, targets, receiver = synced
     rig.change()
     old_epoch = rig.publish(1, base=0)
-    with pytest.raises(WrongBase, match="of run epoch 1; held is version 0 of run epoch 0"):
+    with pytest.raises(WrongBase, match="version 0, the base of 1, is of run epoch 0 in the store, not 1"):
         receiver.apply(dataclasses.replace(old_epoch, run_epoch=1))
     receiver.apply(rig.anchor(run_epoch=1))
     assert receiver.version == 1
@@ -302,10 +338,10 @@ def test_catch_up_applies_every_missed_version_in_order(synced):
     for version in (2, 4, 6):  # published every two steps
         rig.change(0.3)
         newest = rig.publish(version, base=version - 2)
-    assert receiver.catch_up(newest) == newest.state_hash
+    assert receiver.apply(newest) == newest.state_hash
     assert receiver.version == 6
     assert rig.holds(targets)
-    assert receiver.catch_up(newest) == newest.state_hash
+    assert receiver.apply(newest) == newest.state_hash
 
 
 def test_catch_up_starts_at_an_anchor_on_the_way(synced):
@@ -314,7 +350,7 @@ def test_catch_up_starts_at_an_anchor_on_the_way(synced):
         rig.change(0.3)
         newest = rig.publish(version, base=base)
     rig.store.retain(2)  # version 1 is gone, and not needed
-    receiver.catch_up(newest)
+    receiver.apply(newest)
     assert rig.holds(targets)
 
 
@@ -325,10 +361,10 @@ def test_catch_up_without_a_link_is_refused_and_changes_nothing(synced):
         newest = rig.publish(version, base=version - 1)
     rig.store.retain(3)
     before = snapshot(targets)
-    with pytest.raises(WrongBase, match="no chain from version 0 to 3: version 2 is not in the store"):
-        receiver.catch_up(newest)
+    with pytest.raises(WrongBase, match="to version 3: version 2 is not in the store"):
+        receiver.apply(newest)
     assert unchanged(targets, before)
-    receiver.catch_up(rig.anchor())
+    receiver.apply(rig.anchor())
     assert rig.holds(targets)
 
 
@@ -337,7 +373,7 @@ def test_catch_up_heals_a_late_engine_from_anchor_and_deltas(synced):
     rig.change(0.3)
     newest = rig.publish(1, base=0)
     targets = rig.targets()
-    Receiver(memory_targets(targets), store=rig.store).catch_up(newest)
+    Receiver(memory_targets(targets), source=rig.store).apply(newest)
     assert rig.holds(targets)
 
 
@@ -345,16 +381,16 @@ def test_a_base_that_is_no_older_than_its_version_is_refused(synced):
     rig, _, receiver = synced
     manifest = rig.publish(1, base=0)
     with pytest.raises(WrongBase, match="a base is older than its version"):
-        receiver.catch_up(dataclasses.replace(manifest, base=5))
+        receiver.apply(dataclasses.replace(manifest, base=5))
 
 
 def test_targets_that_share_memory_or_are_no_plain_memory_are_refused(rig):
     weight = torch.zeros(4, 4, dtype=torch.bfloat16)
     with pytest.raises(WeightSyncError, match="share memory"):
-        Receiver(memory_targets({"embed.weight": weight, "lm_head.weight": weight}), store=rig.store)
+        Receiver(memory_targets({"embed.weight": weight, "lm_head.weight": weight}), source=rig.store)
     with pytest.raises(WeightSyncError, match="share memory"):
-        Receiver(memory_targets({"a": weight, "b": weight[2:]}), store=rig.store)
+        Receiver(memory_targets({"a": weight, "b": weight[2:]}), source=rig.store)
     with pytest.raises(WeightSyncError, match="contiguous CPU memory"):
-        Receiver(memory_targets({"a": weight.t()}), store=rig.store)
+        Receiver(memory_targets({"a": weight.t()}), source=rig.store)
     with pytest.raises(WeightSyncError, match="complex64"):
-        Receiver(memory_targets({"a": torch.zeros(2, dtype=torch.complex64)}), store=rig.store)
+        Receiver(memory_targets({"a": torch.zeros(2, dtype=torch.complex64)}), source=rig.store)

@@ -13,7 +13,7 @@ from torch import nn
 from asyncrl.errors import WeightSyncError
 from asyncrl.weights.codec import Changes
 from asyncrl.weights.manifest import TensorEntry
-from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.receiver import Receiver, joined
 from asyncrl.weights.routed_target import RoutedTarget, box_between, overlapping
 from asyncrl.weights.routes import record_routes
 
@@ -79,7 +79,7 @@ def record(model, **tensors):
 
 
 def entry_of(target, dtype="BF16", *, start=0, length=None):
-    length = target.size - start if length is None else length
+    length = math.prod(target.shape) - start if length is None else length
     return TensorEntry(name=target.name, dtype=dtype, shape=target.shape, mode="dense", part=0, offset=0, bytes=0, start=start,
                        length=length, count=length)
 
@@ -303,7 +303,7 @@ def test_random_boxes_read_what_was_written_and_touch_nothing_else(drawn, dtype)
     target = RoutedTarget(name="x", shape=tuple(shape), dtype="BF16" if dtype == torch.bfloat16 else "F32", boxes=tuple(boxes))
 
     generator = np.random.default_rng(random.randrange(1 << 30))
-    values = generator.integers(0, 1 << 16, target.size, dtype=np.uint16)
+    values = generator.integers(0, 1 << 16, math.prod(target.shape), dtype=np.uint16)
     before = bits(storage).copy()
     target.write(entry_of(target), Changes(None, values))
     words = values if dtype == torch.bfloat16 else values.astype(np.uint32) << 16
@@ -313,8 +313,8 @@ def test_random_boxes_read_what_was_written_and_touch_nothing_else(drawn, dtype)
         expected.as_strided(sizes, strides, offset).copy_(piece.permute(order))
     assert np.array_equal(bits(storage), expected.numpy().view(before.dtype))
 
-    start = int(generator.integers(0, target.size))
-    length = int(generator.integers(1, target.size - start + 1))
+    start = int(generator.integers(0, math.prod(target.shape)))
+    length = int(generator.integers(1, math.prod(target.shape) - start + 1))
     chosen = np.sort(generator.permutation(length)[: int(generator.integers(0, length + 1))]).astype(np.int64)
     changes = Changes(chosen, generator.integers(0, 1 << 16, len(chosen), dtype=np.uint16))
     target.write(entry_of(target, start=start, length=length), changes)
@@ -352,11 +352,11 @@ def test_a_receiver_syncs_a_fused_model(rig, dtype):
 
     model = Fused()
     targets = record(model, **{name: tensor.to("meta") for name, tensor in rig.targets().items()})
-    receiver = Receiver(targets, store=rig.store)
+    receiver = Receiver(targets, source=rig.store)
     receiver.apply(rig.publish(0, base=None))
     for version, density in enumerate((0.0, 0.02, 0.4, 1.0), start=1):
         rig.change(density)
-        assert receiver.apply(rig.publish(version, base=version - 1)) == receiver.audit()
+        assert receiver.apply(rig.publish(version, base=version - 1)) == joined([receiver.audit()])
         assert rig.holds({"embed.weight": model.all.data[:40, :7].contiguous(), "up.weight": model.all.data[40:43, :5].contiguous(),
                           "norm.weight": model.all.data[43, 7:].contiguous()})
     assert (model.all.data[:40, 7] == 0.5).all()

@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from asyncrl.errors import NonFiniteError, WeightSyncError
 from asyncrl.weights.manifest import merge
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.receiver import Receiver, joined
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_bits, local_pieces, memory_targets
 
@@ -44,7 +44,7 @@ def test_a_delta_synced_model_equals_the_trained_one_rounded(tmp_path, tie, runt
     trained, engine = tiny_model(0, tie=tie), tiny_model(1, tie=tie, dtype=runtime)
     store = StoreTransport(tmp_path)
     publisher = Publisher(local_pieces(trained, rank=0, dtype="bfloat16"), rank=0, store=store)
-    receiver = Receiver(memory_targets(checkpoint_tensors(engine)), store=store)
+    receiver = Receiver(memory_targets(checkpoint_tensors(engine)), source=store)
     receiver.apply(publish(trained, publisher, store, version=0, base=None))
     for version in range(1, 4):
         with torch.no_grad():
@@ -52,7 +52,7 @@ def test_a_delta_synced_model_equals_the_trained_one_rounded(tmp_path, tie, runt
                 parameter.add_(torch.randn_like(parameter) * 1e-4)
         manifest = publish(trained, publisher, store, version=version, base=version - 1)
         assert 0 < manifest.density < 1
-        assert receiver.apply(manifest) == receiver.audit()
+        assert receiver.apply(manifest) == joined([receiver.audit()])
     expected = {name: tensor.to(torch.bfloat16).to(runtime) for name, tensor in trained.state_dict().items()}
     actual = engine.state_dict()
     assert all(np.array_equal(bits_of(actual[name]), bits_of(expected[name])) for name in expected)
@@ -69,7 +69,7 @@ def test_a_float32_publication_into_a_bf16_runtime_is_refused(tmp_path):
     store = StoreTransport(tmp_path)
     publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, store=store)
     with pytest.raises(WeightSyncError, match="published as F32, which does not fit BF16"):
-        Receiver(memory_targets(checkpoint_tensors(engine)), store=store).apply(
+        Receiver(memory_targets(checkpoint_tensors(engine)), source=store).apply(
             publish(trained, publisher, store, version=0, base=None, dtype="float32"))
 
 
@@ -78,7 +78,7 @@ def test_a_float32_publication_keeps_every_bit(tmp_path):
     store = StoreTransport(tmp_path)
     publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, store=store)
     anchor = publish(trained, publisher, store, version=0, base=None, dtype="float32")
-    Receiver(memory_targets(checkpoint_tensors(engine)), store=store).apply(anchor)
+    Receiver(memory_targets(checkpoint_tensors(engine)), source=store).apply(anchor)
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), engine.parameters(), strict=True))
 
 

@@ -76,9 +76,11 @@ def test_a_plain_engine_is_not_refused():
 
 def test_an_error_comes_back_as_its_class(rig):
     worker = WorkerExtension()
-    worker.asyncrl_receiver = Receiver(memory_targets(rig.targets()), store=rig.store)
+    worker.asyncrl_receiver = Receiver(memory_targets(rig.targets()), source=rig.store)
     rig.publish(0, base=None)
-    answer = worker.asyncrl_apply(rig.publish(1, base=0).to_json())
+    delta = rig.publish(1, base=0)
+    rig.store.retain(1)
+    answer = worker.asyncrl_apply(delta.to_json())
     assert type(rebuild_error(answer["error"], where="engine")) is WrongBase
     assert worker.asyncrl_apply(rig.anchor().to_json()) == {"state_hash": rig.store.manifest(1).state_hash}
     assert worker.asyncrl_state()["version"] == 1

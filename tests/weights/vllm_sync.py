@@ -21,6 +21,7 @@ from vllm.model_executor.layers import utils
 
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.receiver import joined
 from asyncrl.weights.routed_target import RoutedTarget
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import local_bits, local_pieces
@@ -78,7 +79,7 @@ class Engine:
 
     def audit(self) -> int:
         (found,) = self._llm.collective_rpc(lambda worker: worker.asyncrl_receiver.audit())
-        return found
+        return joined([found])
 
     def tied(self) -> bool:
         model = self._llm.apply_model(lambda model: model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr())

@@ -1,0 +1,53 @@
+"""What moves published parts from trainer ranks to engines: two small ends and what lies between them. Needs no torch.
+
+    rank     put_part(…) → Part             the bytes are on their way, or kept to be sent
+    loop     deliver(manifest), on ranks    returns when every engine could have the parts; nothing to do where engines pull
+    engine   chain(manifest, held)          the versions that lead there from what it holds
+             parts(manifest)                their bytes, whole and verified
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.weights.manifest import Manifest, Part
+
+Buffer = bytes | memoryview | NDArray[np.uint8]
+"""Bytes of a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """What an engine's memory was proved to hold."""
+
+    run_epoch: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"version {self.version} of run epoch {self.run_epoch}"
+
+
+class PartSink(Protocol):
+    """A rank's end."""
+
+    def put_part(self, version: int, *, rank: int, bucket: int, chunks: Iterable[Buffer]) -> Part:
+        """Take the chunks as one part. Raises WeightSyncError, leaving nothing, when it cannot be taken whole."""
+
+    def deliver(self, manifest: Manifest) -> None:
+        """Send what engines do not pull themselves; returns when they have it. Raises WeightSyncError, within a time-out."""
+
+
+class PartSource(Protocol):
+    """An engine's end."""
+
+    def chain(self, manifest: Manifest, *, held: HeldVersion | None) -> Sequence[Manifest]:
+        """Committed versions, oldest first, that lead from `held` to `manifest`, which is the last: deltas on what is held, or an anchor
+        and deltas on it. Raises WrongBase when a link is missing."""
+
+    def parts(self, manifest: Manifest) -> Sequence[NDArray[np.uint8]]:
+        """The bytes of all parts of one version, read-only, sizes and checksums verified. Raises WeightSyncError."""
