@@ -10,6 +10,7 @@ from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.router import Router
 from asyncrl.train.trainer import Trainer
 from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.density import density_ratio
 from asyncrl.weights.manifest import Manifest
 
 
@@ -41,6 +42,7 @@ class WeightSync:
         manifest = await self._trainer.publish()
         if manifest.version != self._published:
             self._published = manifest.version
+            self._measure_density(manifest.density, predicted=self._trainer.predicted_density)
             self._pending.put_nowait(manifest)
         return manifest
 
@@ -67,6 +69,12 @@ class WeightSync:
         taken, self._metrics = self._metrics, Metrics()
         return taken
 
+    def _measure_density(self, observed: float, *, predicted: float | None) -> None:
+        self._metrics.mean("weights/density/mean", observed, count=1)
+        if predicted is not None:
+            self._metrics.mean("weights/density_predicted/mean", predicted, count=1)
+            self._metrics.last("weights/density_ratio/last", density_ratio(observed, predicted=predicted))
+
     async def _apply(self, manifest: Manifest) -> None:
         update = await self._router.update(manifest, self._interruption)
         for name, ack in update.acks.items():
@@ -78,7 +86,6 @@ class WeightSync:
         self._metrics.mean("weights/sync_s/mean", update.seconds, count=1)
         if update.woken:
             self._metrics.last("colocation/wake_s/last", update.seconds)
-        self._metrics.mean("weights/density/mean", manifest.density, count=1)
         self._metrics.mean("weights/payload_bytes/mean", manifest.payload_bytes, count=1)
         self._trainer.retain(manifest.version)
         async with self._moved:

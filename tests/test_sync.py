@@ -18,6 +18,7 @@ class Publishing:
 
     def __init__(self) -> None:
         self.version = 0
+        self.predicted_density: float | None = None
         self.retained: list[int] = []
 
     async def publish(self) -> Manifest:
@@ -58,4 +59,17 @@ def test_what_every_engine_has_passed_is_no_longer_retained():
     async def main():
         _, trainer, _ = await started()
         assert trainer.retained == [0]
+    run_virtual(main())
+
+
+def test_the_density_of_a_delta_is_measured_beside_the_predicted_one():
+    async def main():
+        sync, trainer, _ = await started()
+        assert sync.take_metrics().result().keys().isdisjoint({"weights/density_predicted/mean", "weights/density_ratio/last"})
+        trainer.version, trainer.predicted_density = 1, 0.25
+        manifest = await sync.publish()
+        found = sync.take_metrics().result()
+        assert found["weights/density/mean"] == manifest.density
+        assert found["weights/density_predicted/mean"] == 0.25
+        assert found["weights/density_ratio/last"] == manifest.density / 0.25
     run_virtual(main())

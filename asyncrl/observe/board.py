@@ -135,6 +135,7 @@ class Board:
                             cell("train/period_s/last", _tiny, "{} s a step"))),
             Topic("waiting", self._waiting(values)),
             Topic("weights", (cell("weights/sync_s/mean", _tiny, "sync {} s"), cell("weights/density/mean", percent, "{} changed"),
+                              cell("weights/density_ratio/last", number, "{} of predicted"),
                               cell("weights/payload_bytes/mean", count, "{}B sent"))),
             Topic("update", (cell("train/loss/mean", _tiny, "loss {}"), cell("train/entropy/mean", number, "entropy {}"),
                              cell("train/grad_norm/last", _tiny, "grad {}"), cell("train/learning_rate/last", _tiny, "lr {}"),
@@ -164,7 +165,10 @@ class Board:
         if self._outside[quantity.metric] != quantity.patience_steps:
             return ""
         healthy = quantity.range_text(self.settings)
-        return f"step {self.step}: {quantity.title} is {_tiny(value)}, healthy {healthy if healthy != '-' else 'finite'}: {quantity.remedy}"
+        judged = f"{quantity.title} is {_tiny(value)}, healthy {healthy if healthy != '-' else 'finite'}"
+        text = f"step {self.step}: {judged}: {quantity.remedy}"
+        cause = quantity.cause_text(value, self.settings)
+        return f"{text}. Likely {cause}" if cause else text
 
     def _reward(self, values: Mapping[str, float]) -> Cell:
         return Cell(f"{number(values.get('reward/total/mean'))} {sparkline(self._rewards)}".rstrip(),

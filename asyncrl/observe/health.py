@@ -45,6 +45,10 @@ class Quantity:
     meaning: str
     remedy: str
     """What to do when it is outside."""
+    below: str = ""
+    """Likely causes of a value that is too low, for the warning."""
+    above: str = ""
+    """Of one that is too high."""
     low: float | None = None
     high: float | str | None = None
     """Or the name of a field of `RunSettings`."""
@@ -67,6 +71,11 @@ class Quantity:
         """The range in words, a dash when there is none."""
         low, high = self.bounds(settings)
         return _range_text(*("" if math.isinf(bound) else f"{bound:.3g}" for bound in (low, high)))
+
+    def cause_text(self, value: float, settings: RunSettings) -> str:
+        """Likely causes of a value that lies outside; empty where none are known."""
+        low, high = self.bounds(settings)
+        return self.below if value < low else self.above if value > high else ""
 
     def rule_text(self) -> str:
         """The range in words for any run."""
@@ -116,6 +125,14 @@ QUANTITIES = (
              low=0, high=0),
     Quantity("not finite", "train/nonfinite_steps/sum", "steps with a NaN or infinite gradient; not applied", "lower the learning rate",
              low=0, high=0, patience_steps=1),
+    Quantity("changes", "weights/density_ratio/last", "values changed, over what AdamW should change",
+             "see docs/weight_sync.md, How much should change", low=0.33, high=6, patience_steps=1,
+             # With the law 25% too high, under a third takes three in five weights without a gradient: embeddings of tokens that never come
+             # are fewer. Gradients that all agree, as in a first step, move a weight by the learning rate, 5 times a settled step: that and
+             # the law's 25% are 6.
+             below="weights exactly on the published grid, as a bfloat16 checkpoint has them; parameters without a gradient; "
+                   "gradients far under trainer.eps; a learning rate lower than the one set",
+             above="a learning rate higher than the one set; optimizer state of another run; weights replaced; a wrong base or dtype"),
     Quantity("trainer waits", "trainer/wait_frac/last", "share of the time it has no batch",
              "more engine threads, or a larger max_staleness", high=0.8),
     Quantity("engines wait", "engine/wait_frac/last", "share of the time they have no request",

@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.train.optim_groups import group_of, names_of
 from asyncrl.train.optimizer_config import OptimizerSettings
 from asyncrl.train.parallel import Ranks, local
+from asyncrl.weights.density import Travel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's state tensors."""
@@ -73,6 +74,8 @@ class Optimizer:
                                            weight_decay=decay if group is None or group.weight_decay is None else group.weight_decay)
         self.updates = 0
         """Applied since the start: AdamW's own step count."""
+        self.travel = Travel()
+        """What updates added since somebody put a new one here, in learning rates of a factor of 1."""
 
     @torch.no_grad()
     def update(self, *, version: int, scale: float = 1.0) -> Update:
@@ -87,9 +90,11 @@ class Optimizer:
         if skipped is None:
             if norm > self._config.max_grad_norm:
                 torch._foreach_mul_(gradients, self._config.max_grad_norm / norm)
+            learning_rate = self._config.learning_rate_at(version) * scale
             for share in self._shares(moved):
-                self._step(share, learning_rate=self._config.learning_rate_at(version) * scale)
+                self._step(share, learning_rate=learning_rate)
             self.updates += 1
+            self.travel = self.travel.after(learning_rate)
         for trained in self._trained.values():
             trained.parameter.grad = None
         return Update(grad_norm=norm, skipped=skipped)
@@ -98,6 +103,10 @@ class Optimizer:
         """AdamW's state by `MOMENT/parameter`, to be saved and loaded in place."""
         return {f"{moment}/{name}": tensor for name, trained in self._trained.items()
                 for moment, tensor in zip(MOMENTS, trained.moments, strict=True)}
+
+    def trained(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Every parameter it steps, once, with the factor of its learning rate."""
+        return ((trained.parameter, trained.factor) for trained in self._trained.values())
 
     def _shares(self, moved: list[_Trained]) -> Iterator[list[_Trained]]:
         """Parameters that one call of a kernel takes: of one rate and decay, and no more at once than may visit the device."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.density import Prediction, total_density
 from asyncrl.weights.manifest import Manifest, RankPublication, merge
 from asyncrl.weights.store import StoreTransport
 
@@ -21,6 +22,8 @@ class Publication:
         self._count = 0
         self._ranks_hold_it = False
         self.run_epoch = 0
+        self.predicted_density: float | None = None
+        """Of the newest version; None of an anchor, and where the ranks could not tell."""
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
@@ -49,11 +52,13 @@ class Publication:
         return {"version": version, "base": None if anchor else self.last_version}
 
     def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> None:
-        """Make what the ranks wrote visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError."""
-        ranks = [RankPublication.from_wire(wire) for wire in publications]
+        """Make what the ranks answered visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError."""
+        ranks = [RankPublication.from_wire(wire["publication"]) for wire in publications]
+        predictions = [Prediction(**wire["predicted"]) if wire["predicted"] else None for wire in publications]
         manifest = merge(ranks, run_epoch=self.run_epoch, version=version, base=ranks[0].base)
         self._store.commit(manifest)
         self._manifest, self._ranks_hold_it = manifest, False
+        self.predicted_density = total_density(predictions)
         self._count += 1
 
     def taken_up(self) -> None:

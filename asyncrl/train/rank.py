@@ -21,6 +21,7 @@ from asyncrl.train.advantages_config import GAE
 from asyncrl.train.batch import PackedBatch
 from asyncrl.train.checkpoint_store import SavedFile
 from asyncrl.train.critic import TrainedCritic, load_critic
+from asyncrl.train.density_forecast import DensityForecast
 from asyncrl.train.examples import PackedExamples
 from asyncrl.train.export import export_folder
 from asyncrl.train.export_form import ExportForm
@@ -66,6 +67,7 @@ class RankTrainer:
         rate_scale = RateScale(spec.config.trainer.learning_rate_scale, ranks=self._ranks)
         self._trainee = Trainee(policy=policy, optimizer=optimizer, rate_scale=rate_scale, ranks=self._ranks, config=spec.config,
                                 reference=self._load_reference(policy), critic=self._load_critic())
+        self._forecast = DensityForecast(optimizer, beta1=spec.config.trainer.betas[0], dtype=spec.published_dtype, ranks=self._ranks)
         self._residence = Residence.of(self._trainee)
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -106,19 +108,23 @@ class RankTrainer:
         return Reply(arrays={"logprobs": self._ranks.sum(logprobs).cpu().numpy()})
 
     def publish(self, request: Request) -> Mapping[str, Any]:
-        """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`."""
+        """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`. A delta comes with the
+        number of changes that was to be expected, where it can be told."""
         self._publisher.abandon()
         base = request.body["base"]
         publication = self._publisher.publish(self._bits(anchor=base is None), version=request.body["version"], base=base)
-        return publication.to_wire()
+        return {"publication": publication.to_wire(), "predicted": None if base is None else self._forecast.of_delta()}
 
     def committed(self, request: Request) -> None:
         """The manifest of `version` is durable."""
         self._publisher.committed(request.body["version"])
+        self._forecast.published()
 
     def adopt(self, request: Request) -> Mapping[str, Any]:
         """Take the current weights for the published `version`; the reply's hash share must prove it."""
-        return {"hash_share": self._publisher.adopt(self._bits(), version=request.body["version"])}
+        hash_share = self._publisher.adopt(self._bits(), version=request.body["version"])
+        self._forecast.published()
+        return {"hash_share": hash_share}
 
     def save(self, request: Request) -> Mapping[str, Any]:
         """Copy this rank's state and begin to write it into `folder`, in a thread; `saved` gives the files. An older write is forgotten."""

@@ -88,8 +88,7 @@ class Trainer:
         self.version = 0
         self._history = History()
         self._saving: Saving | None = None
-        self._checkpointed = 0
-        self._starts = self._restarts_in_row = 0
+        self._checkpointed = self._starts = self._restarts_in_row = 0
         self._nonfinite = NonfiniteLimit(self.config.trainer.max_nonfinite_steps)
         self._since_last_step = Metrics()
         self._ranks: RankGroup | None = None
@@ -106,6 +105,11 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the next step."""
         return self.config.trainer.learning_rate_at(self.version)
+
+    @property
+    def predicted_density(self) -> float | None:
+        """Share of the values compared that the newest version should change; None of an anchor, and where it cannot be told."""
+        return self._publication.predicted_density
 
     @property
     def checkpoint_due(self) -> bool:
