@@ -55,22 +55,25 @@ class Summary:
     means: dict[str, float] = field(default_factory=dict)
     """Sums over the tokens, to be divided by their number."""
     products: dict[str, float] = field(default_factory=dict)
-    """Sums of squares and of products, by any name."""
+    """Sums of squares, by any name."""
     largest: dict[str, float] = field(default_factory=dict)
     smallest: dict[str, float] = field(default_factory=dict)
     samples: dict[str, tuple[Values, ...]] = field(default_factory=dict)
     """By quantity, [n] values in pieces: what quantiles are of."""
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    """By any name."""
 
     def __add__(self, other: Summary) -> Summary:
         """Of the tokens of both."""
         return Summary(self.count + other.count, _merged(self.means, other.means, how=operator.add),
                        _merged(self.products, other.products, how=operator.add), _merged(self.largest, other.largest, how=max),
-                       _merged(self.smallest, other.smallest, how=min), _merged(self.samples, other.samples, how=operator.add))
+                       _merged(self.smallest, other.smallest, how=min), _merged(self.samples, other.samples, how=operator.add),
+                       _merged(self.spreads, other.spreads, how=operator.add))
 
     def joined(self, other: Summary) -> Summary:
         """What two summaries say of the same tokens, under different names."""
         return Summary(self.count, self.means | other.means, self.products | other.products, self.largest | other.largest,
-                       self.smallest | other.smallest, self.samples | other.samples)
+                       self.smallest | other.smallest, self.samples | other.samples, self.spreads | other.spreads)
 
     def mean(self, name: str) -> float:
         """Of something in `means`."""
@@ -113,21 +116,44 @@ def ess_frac(total: float, *, squares: float, count: int) -> float:
     return total**2 / (count * squares) if squares > 0 else math.nan
 
 
-def deviation(total: float, *, squares: float, count: int) -> float:
-    """Standard deviation over n − 1 from Σx and Σx²; NaN when n < 2."""
-    return math.sqrt(max(0.0, squares - total**2 / count) / (count - 1)) if count > 1 else math.nan
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """How r quantities of n tokens vary together, without a difference of large sums. Add those of disjoint tokens: Chan et al. 1979."""
+
+    count: int
+    means: NDArray[np.float64]
+    """[r]."""
+    scatter: NDArray[np.float64]
+    """[r, r] Σ (x − mean)(y − mean)."""
+
+    @classmethod
+    def of(cls, *rows: Values) -> Spread:
+        """Of [n] values each, n > 0."""
+        values = np.stack(rows).astype(np.float64)
+        means = values.mean(axis=1)
+        values -= means[:, None]
+        return cls(values.shape[1], means, values @ values.T)
+
+    def __add__(self, other: Spread) -> Spread:
+        """Of the tokens of both."""
+        count, apart = self.count + other.count, other.means - self.means
+        between = np.outer(apart, apart) * (self.count * other.count / count)
+        return Spread(count, self.means + apart * (other.count / count), self.scatter + other.scatter + between)
+
+    def deviation(self, row: int) -> float:
+        """Standard deviation over n − 1; NaN when n < 2."""
+        return math.sqrt(self.scatter[row, row] / (self.count - 1)) if self.count > 1 else math.nan
+
+    def pearson(self, one: int, other: int) -> float:
+        """Correlation; NaN when one of the two is constant within rounding, or n < 2."""
+        squares = self.scatter[[one, other], [one, other]]
+        if np.any(squares <= self.count * (_ROUNDING * self.means[[one, other]]) ** 2):
+            return math.nan
+        return min(1.0, max(-1.0, float(self.scatter[one, other] / math.prod(np.sqrt(squares)))))
 
 
-def pearson(*, x: float, y: float, xx: float, yy: float, xy: float, count: int) -> float:
-    """Correlation from Σx, Σy, Σx², Σy² and Σxy; NaN when one of them is constant within rounding, or n < 2."""
-    of_x, of_y = xx - x * x / count, yy - y * y / count
-    if of_x <= _ROUNDING * xx or of_y <= _ROUNDING * yy:
-        return math.nan
-    return min(1.0, max(-1.0, (xy - x * y / count) / (math.sqrt(of_x) * math.sqrt(of_y))))
-
-
-_ROUNDING = 1e-13
-"""Σx² − (Σx)² / n of a constant comes out at about 1e-16 of Σx², times what a sum of a million terms loses."""
+_ROUNDING = 1e-15
+"""Relative deviation of equal values from their mean: what their sum, rounded, leaves of each."""
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any], *, how: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.correction.batch import CorrectionBatch, Weighed
-from asyncrl.correction.buckets import Summary, Values, by_staleness, deviation, ess_frac, on_host, pearson, record_finished
+from asyncrl.correction.buckets import Spread, Summary, Values, by_staleness, ess_frac, on_host, record_finished
 from asyncrl.correction.gap import estimated_split
 from asyncrl.correction.rejection import outside_ratios
 from asyncrl.correction.spec import LOG_CLAMP, Correction
@@ -142,17 +142,16 @@ def _of_probabilities(rollout: Values, *, proximal: Values) -> Summary:
     """
     x, y = (np.expm1(np.minimum(logprobs, 300.0)) for logprobs in (proximal, rollout))
     gap = np.abs(x - y)
-    products = {"prob_gap": gap @ gap, "prob_x": x.sum(), "prob_y": y.sum(), "prob_xx": x @ x, "prob_yy": y @ y, "prob_xy": x @ y}
-    return Summary(len(gap), {"prob_gap/mean": float(gap.sum())}, {name: float(value) for name, value in products.items()},
-                   largest={"prob_gap/max": float(gap.max())})
+    return Summary(len(gap), {"prob_gap/mean": float(gap.sum())}, largest={"prob_gap/max": float(gap.max())},
+                   spreads={"prob": Spread.of(x, y), "prob_gap": Spread.of(gap)})
 
 
 def _of_products(summary: Summary) -> dict[str, float]:
     """What is made of several sums."""
     n, means, products = summary.count, summary.means, summary.products
     found = {"ess/frac": ess_frac(means["weight/mean"], squares=products["weight"], count=n),
-             "prob_gap/std": deviation(means["prob_gap/mean"], squares=products["prob_gap"], count=n),
-             "prob_pearson/value": pearson(**{name: products[f"prob_{name}"] for name in ("x", "y", "xx", "yy", "xy")}, count=n)}
+             "prob_gap/std": summary.spreads["prob_gap"].deviation(0),
+             "prob_pearson/value": summary.spreads["prob"].pearson(0, 1)}
     prefixes = [name.removesuffix("ratio") for name in summary.samples]
     return found | {f"{prefix}ess_raw/frac": ess_frac(means[f"{prefix}ratio/mean"], squares=products[f"{prefix}ratio"], count=n)
                     for prefix in prefixes}

@@ -8,8 +8,8 @@ values that are about to be replaced and those that replace them, so a delta on 
 first write. The receiver keeps no copy of a weight and derives none: what a model caches from its weights (a float32 head, a fused
 projection) must be a target itself or be rebuilt by the engine after `apply`.
 
-Where ranks of one engine share a tensor, or each has a copy of it, no rank knows the whole state hash. Each gives its share by *class*, which
-is the set of ranks that hold a tensor; `joined` compares what the members of a class say, and counts it once.
+Where ranks of one engine share a tensor, or each has a copy of it, no rank knows the whole state hash. Each gives its share by *class*,
+the set of ranks that hold a tensor; `joined` compares what the members of a class say, and counts it once.
 """
 
 from __future__ import annotations
@@ -189,8 +189,11 @@ class Receiver:
 
     def _verified(self, manifest: Manifest) -> _Fetched:
         held = self._held
-        chain = self._source.chain(manifest, held=held.version if held else None)
-        self._check_chain(chain, manifest)
+        try:
+            chain = self._source.chain(manifest, held=held.version if held else None)
+            self._check_chain(chain, manifest)
+        except WrongBase as error:
+            raise WrongBase(f"an anchor is needed: {self._poisoned}; {error}") if self._poisoned else error from None
         on = held if chain[0].base is not None else None
         dtypes = on.dtypes if on else None
         for link in chain:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.correction import Bounds, Correction, CorrectionBatch, correct, preset
-from asyncrl.correction.buckets import ess_frac, pearson, quantiles
+from asyncrl.correction.buckets import Spread, ess_frac, quantiles
 from asyncrl.correction.diagnostics import diagnose_update
 from asyncrl.correction.losses import ppo
 from asyncrl.correction.rules import veto
@@ -130,13 +130,24 @@ def test_effective_sample_size_of_one_dominant_weight_is_one_over_n() -> None:
 
 def test_pearson_of_a_constant_is_undefined() -> None:
     def correlation(x: list[float], y: list[float]) -> float:
-        x, y = np.array(x), np.array(y)
-        return pearson(x=x.sum(), y=y.sum(), xx=x @ x, yy=y @ y, xy=x @ y, count=len(x))
+        return Spread.of(np.array(x), np.array(y)).pearson(0, 1)
 
     assert correlation([0.1, 0.2, 0.4], [1.3, 1.6, 2.2]) == pytest.approx(1.0)
     assert correlation([0.1, 0.2, 0.4], [-0.1, -0.2, -0.4]) == pytest.approx(-1.0)
     assert math.isnan(correlation([0.1, 0.2, 0.4], [0.1, 0.1, 0.1]))
     assert math.isnan(correlation([0.1], [0.2]))
+    assert math.isnan(correlation([0.1 + 0.2] * 7, [0.3, 0.1, 0.2, 0.4, 0.5, 0.6, 0.7]))
+
+
+def test_a_spread_of_nearly_equal_values_keeps_its_digits_however_it_is_summed() -> None:
+    x = 0.7 + 1e-9 * np.array([0.0, 1.0, 3.0, 2.0, 7.0])
+    y = 0.2 - 2e-9 * np.array([0.0, 1.0, 3.0, 2.0, 7.0])
+    whole = Spread.of(x, y)
+    joined = Spread.of(x[:2], y[:2]) + (Spread.of(x[2:3], y[2:3]) + Spread.of(x[3:], y[3:]))
+    for spread in (whole, joined):
+        assert spread.pearson(0, 1) == pytest.approx(-1.0, abs=1e-6)
+        assert spread.deviation(0) == pytest.approx(np.array([0.0, 1.0, 3.0, 2.0, 7.0]).std(ddof=1) * 1e-9, rel=1e-6)
+    assert Spread.of(x[:2], y[:2]).pearson(0, 1) == pytest.approx(-1.0, abs=1e-12)
 
 
 def test_quantiles_interpolate_linearly() -> None:
