@@ -99,7 +99,8 @@ class Run:
             raise RuntimeError("a Run is entered once; make another one")
         self._entered = True
         self._failure = asyncio.get_running_loop().create_future()
-        self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=make_shared_folder())
+        self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=make_shared_folder(),
+                              transport=self.options.weights.transport.model_dump())
         try:
             self.paths.make()
             await self._start()

@@ -6,9 +6,10 @@ import fcntl
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from asyncrl.errors import ConfigError
 
@@ -23,6 +24,8 @@ class RunPaths:
     """`runs/NAME`: configuration, metrics, summary, model, checkpoints, logs."""
     shared: Path
     """A folder of this run in shared memory; removed when the run closes."""
+    transport: Mapping[str, Any] = field(default_factory=lambda: {"kind": "store"})
+    """How published versions get to the engines: the fields of `weights.transport`."""
 
     @property
     def logs(self) -> Path:
@@ -36,7 +39,7 @@ class RunPaths:
 
     @property
     def weights(self) -> Path:
-        """The store of published versions."""
+        """Published versions, where `transport` names no other place."""
         return self.shared / "weights"
 
     @property

@@ -29,14 +29,15 @@ def asyncrl(spec: dict[str, Any], turns: Turns) -> None:
     from asyncrl.train.config import validated
     from asyncrl.train.rank import RankTrainer
     from asyncrl.train.rank_spec import RankSpec
+    from asyncrl.weights.ends import TransportSpec
 
     turns.start()
     settings = {"learning_rate": LEARNING_RATE, "betas": BETAS, "eps": EPS, "max_grad_norm": MAX_GRAD_NORM, "processes": 0,
                 "threads": spec["threads"], **spec["settings"]}
     config = validated({"trainer": settings, "advantages": "grpo", "correction": "token_tis", "loss": "decoupled_ppo"})
     with tempfile.TemporaryDirectory() as store:
-        rank = RankTrainer(RankSpec(model=spec["model"], rank=0, world_size=1, rendezvous=None, store=store, published_dtype="float32",
-                                    config=config))
+        rank = RankTrainer(RankSpec(model=spec["model"], rank=0, world_size=1, rendezvous=None, transport=TransportSpec(Path(store)),
+                                    published_dtype="float32", config=config))
         turns.ready()
         for _ in turns:
             reply = rank.step(Request("step", body={"path": spec["batch"]}))

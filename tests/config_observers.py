@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from itertools import islice
@@ -44,6 +45,8 @@ from asyncrl.train.ready import compute_dtype
 from asyncrl.train.step import minibatches_of, train_step
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Status
+from asyncrl.weights.ends import TransportSpec, log_of, sink_of
+from asyncrl.weights.manifest import Manifest
 from tests.buffer.buffer_fakes import rollout as buffer_rollout
 from tests.rollout.model_rig import PublishedModel
 from tests.test_sync import Publishing
@@ -92,6 +95,17 @@ def engine_spec(config: RunConfig, scene: Scene) -> object:
     with contextlib.suppress(ChildDied):
         asyncio.run(engine.start(scene.paths))
     return told["spec"], told["env"], engine.capabilities
+
+
+def stored(config: RunConfig, scene: Scene) -> object:
+    """Files in the run's folders, and their bytes, after three versions of which engines hold the last."""
+    spec = TransportSpec.of(dataclasses.replace(scene.paths, transport=config.weights.transport.model_dump()))
+    sink, log = sink_of(spec), log_of(spec)
+    for version in range(3):
+        part = sink.put_part(version, rank=0, bucket=0, chunks=[bytes(1000)])
+        log.commit(Manifest(run_epoch=0, version=version, base=version - 1 if version else None, parts=(part,), tensors=(), state_hash=1))
+    log.retain(2)
+    return [(path.name, path.stat().st_size) for path in sorted(scene.folder.rglob("v0*/*"))]
 
 
 def inline_engine(config: RunConfig, scene: Scene) -> object:
@@ -182,7 +196,7 @@ def routed(config: RunConfig, scene: Scene) -> object:
     """What the engine is asked to record, and metrics of a step of a mixture of experts."""
     model = make_tiny_moe(scene.paths.root / "moe")
     settings = config.training.model_copy(update={"trainer": config.trainer.model_copy(update={"processes": 0, "dtype": "auto"})})
-    rank = RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),
+    rank = RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, transport=TransportSpec.of(scene.paths),
                                 published_dtype="float32", config=settings))
     outcome = train_step(rank._trainee, pack(random_batch(0)))
     return {name: value for name, value in outcome.metrics.result().items() if name not in TIMES}, config.training.wanted
@@ -195,7 +209,7 @@ def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = No
                            correction=config.correction, loss=config.loss, reference=config.reference, lora=config.lora)
     asked = settings.model_copy(update={"trainer": config.trainer})
     try:
-        rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=None, store=str(scene.paths.weights),
+        rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=None, transport=TransportSpec.of(scene.paths),
                                     published_dtype="float32", config=settings))
         metrics = []
         for version in range(3):

@@ -17,6 +17,7 @@ from asyncrl.train.config import TrainConfig
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import train_step
+from asyncrl.weights.ends import TransportSpec
 from tests.config_observers import Scene
 from tests.train.train_data import random_batch
 
@@ -51,7 +52,7 @@ def sharded(config: RunConfig, scene: Scene) -> object:
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         rank = RankTrainer(RankSpec(model=str(scene.model), rank=0, world_size=1, rendezvous=str(Path(folder) / "meet"),
-                                    store=str(scene.paths.weights), published_dtype="float32", config=settings))
+                                    transport=TransportSpec.of(scene.paths), published_dtype="float32", config=settings))
         try:
             with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
                 train_step(rank._trainee, pack(random_batch(0)))

@@ -163,6 +163,8 @@ FLIPS: dict[str, Flip] = {
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
     "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
+    "weights.transport.root": flip("memory://elsewhere", see.stored), "weights.transport.compression": flip("zstd", see.stored),
+    "weights.transport.keep_bytes": flip(None, see.stored),
     "colocation.kind": flip({"kind": "turns"}, see_turns.turns, buffer__max_staleness=0),
     "colocation.turns.trainer": flip("keep", see_turns.turns, buffer__max_staleness=0),
     "eval.kind": flip({"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}}, see.course),

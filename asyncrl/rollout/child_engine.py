@@ -30,6 +30,7 @@ from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, 
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import ModelFacts, budget_tokens, refuse_unservable
 from asyncrl.types import Status
+from asyncrl.weights.ends import TransportSpec
 from asyncrl.weights.manifest import Manifest
 
 _PAUSE_TIMEOUT_S = 60.0
@@ -46,7 +47,7 @@ class Launch:
     module: str
     """Its `serve` speaks the protocol above."""
     spec: Mapping[str, Any]
-    """For `serve`, which gets the place of the weights as `weights` beside it."""
+    """For `serve`, which gets the way that weights come, a `TransportSpec`, as `transport` beside it."""
     env: Mapping[str, str]
     close_timeout_s: float = 2.0
     """For an orderly end, before it is killed."""
@@ -77,7 +78,7 @@ class ChildEngine:
 
         Raises ChildDied, TimeoutError, or the error that the child's set-up raised.
         """
-        spec = {**self._launch.spec, "weights": str(paths.weights.absolute())}
+        spec = {**self._launch.spec, "transport": TransportSpec.of(paths).to_wire()}
         self._child = await Child.start(self._launch.module, name=self.name, spec=spec, logs=paths.logs, env=self._launch.env,
                                         start_timeout_s=_START_TIMEOUT_S)
         self._tasks = [asyncio.create_task(self._watch(work)) for work in (self._receive(self._child), self._send(self._child))]

@@ -64,13 +64,13 @@ class InlineEngine:
         """Load the model. The engine is paused, and holds no version, until an anchor is applied."""
         from asyncrl.rollout.loaded_model import load_model, model_routing
         from asyncrl.rollout.released_weights import ReleasableWeights
+        from asyncrl.weights.ends import TransportSpec, source_of
         from asyncrl.weights.receiver import Receiver
-        from asyncrl.weights.store import StoreTransport
 
         self._model = load_model(self._facts.folder, dtype=self._config.dtype, lora=self._lora)
         self._routing = model_routing(self._model) if self._facts.has_experts else None
         self._weights = ReleasableWeights(self._model)
-        self._receiver = Receiver(self._weights.targets(), source=StoreTransport(paths.weights))
+        self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.of(paths)))
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

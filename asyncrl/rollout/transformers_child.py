@@ -23,9 +23,9 @@ from asyncrl.rollout.loaded_model import load_model, model_routing
 from asyncrl.rollout.released_weights import ReleasableWeights
 from asyncrl.rollout.transformers_sampler import Job, Limits, Sampler
 from asyncrl.types import NOT_SAMPLED
+from asyncrl.weights.ends import TransportSpec, source_of
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.receiver import Receiver
-from asyncrl.weights.store import StoreTransport
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class _Child:
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
         routing = model_routing(model) if spec["has_experts"] else None
         self._weights = ReleasableWeights(model)
-        self._receiver = Receiver(self._weights.targets(), source=StoreTransport(Path(spec["weights"])))
+        self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.from_wire(spec["transport"])))
         self._asleep = False
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit,

@@ -79,11 +79,11 @@ def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
 
 async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
     engine = _start(spec)
-    place = Path(spec["weights"]).with_name(f"adapters-{os.getpid()}")
+    place = Path(spec["transport"]["folder"]).with_name(f"adapters-{os.getpid()}")
     child = _Child(channel, engine, eos_tokens=spec["eos_tokens"],
                    adapters=ServedAdapters(engine, make=LoRARequest, folder=place) if spec["lora"] else None)
     try:
-        await child.prepare(folder=spec["folder"], store=spec["weights"], lora=spec["lora"])
+        await child.prepare(folder=spec["folder"], transport=spec["transport"], lora=spec["lora"])
         inbox = inbox_of(channel)
         assert engine.output_handler is not None
         engine.output_handler.add_done_callback(lambda _: child.engine_died())
@@ -155,9 +155,9 @@ class _Child:
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
             "health": self._health}
 
-    async def prepare(self, *, folder: str, store: str, lora: Mapping[str, Any] | None) -> None:
+    async def prepare(self, *, folder: str, transport: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
         """Record where weights land, prove it, and pause."""
-        await self._worker("asyncrl_prepare", folder, store, lora)
+        await self._worker("asyncrl_prepare", folder, transport, lora)
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def handle(self, request: Request) -> None:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.paths import RunPaths
 from asyncrl.weights.config import WeightsConfig
 from asyncrl.weights.density import Prediction, total_density
+from asyncrl.weights.ends import TransportSpec, log_of
 from asyncrl.weights.manifest import Manifest, RankPublication, merge
-from asyncrl.weights.store import StoreTransport
 
 
 class Publication:
     """The controller's half of publishing; the ranks encode, this commits."""
 
-    def __init__(self, root: Path, *, config: WeightsConfig) -> None:
-        self._store = StoreTransport(root)
+    def __init__(self, paths: RunPaths, *, config: WeightsConfig) -> None:
+        self.transport = TransportSpec.of(paths)
+        """What the ranks make their ends from."""
+        self._log = log_of(self.transport)
         self._config = config
         self._manifest: Manifest | None = None
         self._count = 0
         self._ranks_hold_it = False
-        self.run_epoch = 0
         self.predicted_density: float | None = None
         """Of the newest version; None of an anchor, and where the ranks could not tell."""
+        epoch = self._log.newest_epoch()
+        self.run_epoch = 0 if epoch is None else epoch + 1
 
     @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
@@ -56,7 +59,7 @@ class Publication:
         ranks = [RankPublication.from_wire(wire["publication"]) for wire in publications]
         predictions = [Prediction(**wire["predicted"]) if wire["predicted"] else None for wire in publications]
         manifest = merge(ranks, run_epoch=self.run_epoch, version=version, base=ranks[0].base)
-        self._store.commit(manifest)
+        self._log.commit(manifest)
         self._manifest, self._ranks_hold_it = manifest, False
         self.predicted_density = total_density(predictions)
         self._count += 1
@@ -65,9 +68,9 @@ class Publication:
         """Every rank has the committed version as its snapshot."""
         self._ranks_hold_it = True
 
-    def retain(self, oldest_version: int) -> None:
-        """Delete versions below."""
-        self._store.retain(oldest_version)
+    def retain(self, slowest: int | None) -> None:
+        """Let go of what no engine needs: see `VersionLog.retain`."""
+        self._log.retain(slowest)
 
     def lose_snapshot(self) -> None:
         """The ranks are new: until they adopt the published version, only an anchor can follow."""

@@ -40,8 +40,8 @@ from asyncrl.train.residence import Residence
 from asyncrl.train.sft_step import supervised_step
 from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
+from asyncrl.weights.ends import sink_of
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import frozen_names, local_bits, local_pieces
 
 
@@ -192,7 +192,7 @@ class RankTrainer:
 
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
-                         store=StoreTransport(Path(self._spec.store)), frozen=frozen_names(self._lm))
+                         store=sink_of(self._spec.transport), frozen=frozen_names(self._lm))
 
     def _bits(self, *, anchor: bool = True) -> Any:
         but = frozenset() if anchor else frozen_names(self._lm)

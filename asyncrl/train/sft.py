@@ -36,6 +36,7 @@ from asyncrl.train.nonfinite import NonfiniteLimit
 from asyncrl.train.rank_group import RankGroup, start_ranks
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.sft_config import refuse_settings_of_rl
+from asyncrl.weights.ends import TransportSpec
 
 Data = Iterable[Row] | str | Path
 """Rows as docs/sft.md has them, or the path of a JSONL file of such."""
@@ -111,7 +112,7 @@ class SFTTrainer:
         if settings.processes:
             paths.logs.mkdir(parents=True, exist_ok=True)
         first = RankSpec(model=str(self.model.resolve()), rank=0, world_size=max(1, settings.processes),
-                         rendezvous=str(paths.shared / "rendezvous") if settings.processes else None, store=str(paths.weights),
+                         rendezvous=str(paths.shared / "rendezvous") if settings.processes else None, transport=TransportSpec.of(paths),
                          published_dtype="bfloat16", config=self.config, deterministic=deterministic)
         self._ranks = await start_ranks(first, logs=paths.logs)
 

@@ -123,7 +123,7 @@ class Trainer:
         Raises ConfigError, ChildDied or TimeoutError, leaving no process.
         """
         self._paths, self._deterministic = paths, deterministic
-        self._publication = Publication(paths.weights, config=weights or WeightsConfig())
+        self._publication = Publication(paths, config=weights or WeightsConfig())
         await self._start_ranks()
 
     async def step(self, batch: Batch) -> StepResult:
@@ -182,9 +182,9 @@ class Trainer:
                 await self._recover(death)
         return self._publication.manifest
 
-    def retain(self, oldest_version: int) -> None:
-        """Published versions below this one are no longer needed by any engine; their files go."""
-        self._publication.retain(oldest_version)
+    def retain(self, slowest: int | None) -> None:
+        """Let go of published files that no engine needs any more: the slowest that serves holds version `slowest`; None: none serves."""
+        self._publication.retain(slowest)
 
     async def checkpoint(self, state: bytes = b"") -> None:
         """Begin a checkpoint in the run's folder. Waits until the ranks hold a copy of their state, and for an earlier one to be whole.
@@ -286,7 +286,7 @@ class Trainer:
         rendezvous = str(self._paths.shared / f"rendezvous-{self._starts}") if settings.processes else None
         self._starts += 1
         first = RankSpec(model=str(self.model.resolve()), rank=0, world_size=max(1, settings.processes), rendezvous=rendezvous,
-                         store=str(self._paths.weights), published_dtype=self._publication.dtype, config=self.config,
+                         transport=self._publication.transport, published_dtype=self._publication.dtype, config=self.config,
                          deterministic=self._deterministic)
         self._ranks = await start_ranks(first, logs=self._paths.logs)
 

@@ -30,14 +30,30 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """The file of a part that is kept in planes, compressed."""
+
+    bytes: int
+    xxh3: str
+    """xxh3-128 of the file, hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """One file of a version, written by one rank."""
+    """Payloads that one rank wrote, back to back: one file of a version."""
 
     path: str
     """Relative to the store."""
     bytes: int
     xxh3: str
-    """xxh3-128 of the file, hexadecimal."""
+    """xxh3-128 of the payloads, hexadecimal."""
+    packed: Packed | None = None
+    """What the file is; None: the payloads as they are."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the file."""
+        return self.packed.bytes if self.packed else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,8 @@ class Manifest:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.bytes for part in self.parts)
+        """Bytes of all parts, as they travel."""
+        return sum(part.file_bytes for part in self.parts)
 
     @property
     def density(self) -> float:
@@ -138,5 +154,5 @@ def merge(publications: Sequence[RankPublication], *, run_epoch: int, version: i
 
 
 def _parts_and_entries(raw: Mapping[str, Any], entries: str) -> dict[str, Any]:
-    return {"parts": tuple(Part(**part) for part in raw["parts"]),
+    return {"parts": tuple(Part(**(part | {"packed": part["packed"] and Packed(**part["packed"])})) for part in raw["parts"]),
             entries: tuple(TensorEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in raw[entries])}

@@ -206,7 +206,7 @@ class Receiver:
         return _Fetched(manifest, links, held, shares, kept)
 
     def _check_chain(self, chain: Sequence[Manifest], manifest: Manifest) -> None:
-        if not chain or chain[-1] != manifest:
+        if not chain or chain[-1].version != manifest.version or chain[-1].state_hash != manifest.state_hash:
             raise WrongBase(f"the chain that was offered does not end with version {manifest.version}")
         held = self._held and self._held.manifest
         before = None if held is None or held.run_epoch != manifest.run_epoch else held.version

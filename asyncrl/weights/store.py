@@ -1,7 +1,7 @@
-"""Published versions as files: parts first, the manifest last, each under its final name only when whole.
+"""Published versions as files: parts first, the manifest last.
 
     ROOT/v000123/part-RANK-BUCKET-CHECKSUM.bin      payloads, back to back
-    ROOT/v000123/manifest.json                      {"manifest": …, "xxh3": "…"}
+    ROOT/v000123/delta.json, anchor.json            {"manifest": …, "xxh3": "…"}; either makes the version, both may be there
 
 A part's name holds its checksum, so a file is never replaced by another content and a committed manifest stays true whatever is
 written after it. One writer a rank, one committer, any number of readers.
@@ -9,169 +9,248 @@ written after it. One writer a rank, one committer, any number of readers.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.manifest import Manifest, Part
+from asyncrl.errors import ConfigError, WeightSyncError, WrongBase
+from asyncrl.weights.config import StoreConfig
+from asyncrl.weights.files import Files, LocalFiles
+from asyncrl.weights.manifest import Manifest, Packed, Part
+from asyncrl.weights.manifest_files import (
+    ANCHOR,
+    DELTA,
+    StoredManifests,
+    committed_paths,
+    read_manifest,
+    version_folder,
+    version_of,
+    write_manifest,
+)
+from asyncrl.weights.retention import superfluous
 from asyncrl.weights.transport import Buffer, HeldVersion
+from asyncrl.weights.ways import ways
 
-_MANIFEST = "manifest.json"
+
+def open_store(config: StoreConfig, *, folder: Path, run: str) -> StoreTransport:
+    """The store that the settings name: the run's `folder` in shared memory, or what lies below `config.root`. Raises ConfigError."""
+    root = config.root and config.root.removeprefix("file://")
+    try:
+        if root is None:
+            files: Files = LocalFiles(folder, durable=False)
+        elif "://" not in root:
+            files = LocalFiles(Path(root).absolute() / run, durable=True)
+        else:
+            from asyncrl.weights.remote_files import RemoteFiles
+            files = RemoteFiles(f"{root.rstrip('/')}/{run}")
+    except (OSError, ImportError, ValueError) as error:
+        raise unusable(config, error) from error
+    if config.compression == "zstd":
+        _require_zstandard()
+    return StoreTransport(files, compression=config.compression, keep_bytes=config.keep_bytes)
+
+
+def unusable(config: StoreConfig, error: Exception) -> ConfigError:
+    """What to raise when versions cannot lie where the settings say."""
+    return ConfigError("weights.transport.root", value=config.root,
+                       allowed="a folder that can be written, or a URL that fsspec can write to",
+                       remedy=f"{error}. Make it writable, install the package of its filesystem (s3fs for s3://) with its "
+                              "credentials, or leave it out: then versions lie in the run's shared memory.")
 
 
 class StoreTransport:
-    """Versions under one folder; in shared memory for engines on this machine."""
+    """All three ends of a transport whose middle is a folder, or a filesystem of fsspec.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+    Args:
+        files: where versions lie; a path stands for a folder that need not outlive the machine.
+        compression: of parts written here.
+        keep_bytes: see `StoreConfig`.
+    """
+
+    def __init__(self, files: Files | Path, *, compression: Literal["none", "zstd"] = "none", keep_bytes: int | None = 0) -> None:
+        self._files: Files = LocalFiles(files, durable=False) if isinstance(files, Path) else files
+        self._compression, self._keep_bytes = compression, keep_bytes
+        self._stored = StoredManifests(self._files)
+        self._damaged: set[str] = set()
+
+    def prove_writable(self) -> None:
+        """Write a file and remove it. Raises OSError."""
+        self._files.remove(self._files.write("probe", [b"asyncrl"], name=lambda: uuid.uuid4().hex))
 
     def put_part(self, version: int, *, rank: int, bucket: int, chunks: Iterable[Buffer]) -> Part:
-        """Write the chunks as one file. Raises WeightSyncError, leaving nothing, when it cannot be written whole."""
-        folder = self._folder(version)
-        temporary = folder / f".part-{rank}-{bucket}.{os.getpid()}"
-        checksum, size = xxhash.xxh3_128(), 0
+        """See `PartSink.put_part`."""
+        raw = _Measured(chunks)
+        file = _Measured(_packed(raw)) if self._compression == "zstd" else raw
         try:
-            folder.mkdir(exist_ok=True)
-            with temporary.open("wb") as file:
-                for chunk in chunks:
-                    file.write(chunk)
-                    checksum.update(chunk)
-                    size += len(chunk)
-            digest = checksum.hexdigest()
-            path = folder / f"part-{rank}-{bucket}-{digest[:16]}.bin"
-            temporary.replace(path)
+            path = self._files.write(version_folder(version), file, name=lambda: f"part-{rank}-{bucket}-{raw.xxh3[:16]}.bin")
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise WeightSyncError(f"part {bucket} of rank {rank}, version {version}, cannot be written: {error}") from error
-        return Part(path=str(path.relative_to(self._root)), bytes=size, xxh3=digest)
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make a version visible; its parts are already there. Raises WeightSyncError.
-
-        Committing a version again is allowed (an anchor beside a delta, a repeated call) as long as it leads to the same state.
-        """
-        try:
-            known = self._read(manifest.version)
-        except WeightSyncError:
-            known = None  # damaged: replaced by a whole one
-        if known and known.run_epoch == manifest.run_epoch and known.state_hash != manifest.state_hash:
-            raise WeightSyncError(f"version {manifest.version} of run epoch {manifest.run_epoch} was already published with another state")
-        for part in manifest.parts:
-            if self._size(part) != part.bytes:
-                raise WeightSyncError(f"version {manifest.version} lacks its part {part.path}")
-        text = manifest.to_json()
-        path = self._folder(manifest.version) / _MANIFEST
-        temporary = path.with_name(f".{_MANIFEST}.{os.getpid()}")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            temporary.write_text(f'{{"manifest": {text}, "xxh3": "{_digest(text)}"}}')
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise WeightSyncError(f"the manifest of version {manifest.version} cannot be written: {error}") from error
-
-    def manifest(self, version: int) -> Manifest:
-        """The committed manifest of a version. Raises WeightSyncError when there is none or it is damaged."""
-        found = self._read(version)
-        if found is None:
-            raise WeightSyncError(f"version {version} is not in the store; it has {list(self.versions())}")
-        return found
+        return Part(path=path, bytes=raw.bytes, xxh3=raw.xxh3, packed=None if file is raw else Packed(file.bytes, file.xxh3))
 
     def deliver(self, manifest: Manifest) -> None:
         """See `PartSink.deliver`. Engines pull."""
 
+    def commit(self, manifest: Manifest) -> None:
+        """See `VersionLog.commit`."""
+        version, epoch = manifest.version, manifest.run_epoch
+        try:
+            for known in filter(None, (self._read(version, name) for name in (DELTA, ANCHOR))):
+                if known.run_epoch > epoch:
+                    raise WeightSyncError(f"version {version} cannot be of run epoch {epoch}: {known.run_epoch} has begun")
+                if known.run_epoch == epoch and known.state_hash != manifest.state_hash:
+                    raise WeightSyncError(f"version {version} of run epoch {epoch} was already published with another state")
+            lacking = self._lacking(manifest)
+            if lacking is not None:
+                raise WeightSyncError(f"version {version} lacks its part {lacking.path}")
+            write_manifest(self._files, manifest)
+        except OSError as error:
+            raise WeightSyncError(f"the manifest of version {version} cannot be written: {error}") from error
+        self._stored.committed(manifest)
+
     def chain(self, manifest: Manifest, *, held: HeldVersion | None) -> Sequence[Manifest]:
-        """See `PartSource.chain`."""
-        chain = [manifest]
-        while (base := chain[0].base) is not None and held != HeldVersion(manifest.run_epoch, base):
-            if base >= chain[0].version:
-                raise WrongBase(f"version {chain[0].version} names base {base}: a base is older than its version")
-            try:
-                before = self.manifest(base)
-            except WeightSyncError as error:
-                raise WrongBase(f"no chain leads from {held or 'nothing'} to version {manifest.version}: {error}") from error
-            if before.run_epoch != manifest.run_epoch:
-                raise WrongBase(f"version {base}, the base of {chain[0].version}, is of run epoch {before.run_epoch} in the store, "
-                                f"not {manifest.run_epoch}")
-            chain.insert(0, before)
-        return chain
+        """See `PartSource.chain`. Of all ways there, the one that moves the fewest bytes.
+
+        One with a part that is not there whole, or was found damaged, only where there is no other.
+        """
+        if held is not None and manifest.base == held.version and manifest.run_epoch == held.run_epoch and self._is_whole(manifest):
+            return [manifest]
+
+        def find(version: int, anchor: bool) -> Manifest | None:
+            found = self._read(version, ANCHOR if anchor else DELTA)
+            return found if found is not None and found.run_epoch == manifest.run_epoch else None
+
+        found, why = ways(manifest, held=held, find=find)
+        if not found:
+            raise WrongBase(f"no chain leads from {held or 'nothing'} to version {manifest.version}: {why}")
+        return min(found, key=lambda way: (not all(map(self._is_whole, way)), sum(link.payload_bytes for link in way)))
 
     def parts(self, manifest: Manifest) -> Sequence[NDArray[np.uint8]]:
         """See `PartSource.parts`."""
         return [self.open_part(part) for part in manifest.parts]
 
     def open_part(self, part: Part) -> NDArray[np.uint8]:
-        """The bytes of a part, mapped read-only, size and checksum verified. Raises WeightSyncError.
-
-        The mapping outlives `retain`.
-        """
-        size = self._size(part)
-        if size != part.bytes:
-            raise WeightSyncError(f"part {part.path} should have {part.bytes} bytes, has {'no file' if size is None else size}")
+        """The bytes of a part, read-only, sizes and checksums verified; good after `retain`. Raises WeightSyncError."""
+        self._damaged.add(part.path)
         try:
-            data = np.asarray(np.memmap(self._path(part), np.uint8, mode="r")) if size else np.empty(0, np.uint8)
+            data = self._files.open(part.path, size=part.file_bytes)
+        except FileNotFoundError as error:
+            raise WeightSyncError(f"part {part.path} should have {part.file_bytes} bytes, has no file") from error
         except OSError as error:
             raise WeightSyncError(f"part {part.path} cannot be read: {error}") from error
-        if xxhash.xxh3_128_hexdigest(data) != part.xxh3:
-            raise WeightSyncError(f"part {part.path} is damaged: its xxh3-128 is not {part.xxh3}")
+        if part.packed:
+            _require_digest(part, data, part.packed.xxh3)
+            data = _unpacked(part, data)
+        _require_digest(part, data, part.xxh3)
+        self._damaged.discard(part.path)
         return data
+
+    def manifest(self, version: int) -> Manifest:
+        """The committed manifest of a version, the delta where there is one. Raises WeightSyncError without one, or when it is damaged."""
+        try:
+            found = read_manifest(self._files, version, DELTA) or read_manifest(self._files, version, ANCHOR)
+        except OSError as error:
+            raise WeightSyncError(f"the manifest of version {version} cannot be read: {error}") from error
+        if found is None:
+            raise WeightSyncError(f"version {version} is not in the store; it has {list(self.versions())}")
+        return found
 
     def versions(self) -> tuple[int, ...]:
         """Committed versions, ascending."""
-        return tuple(sorted(int(path.parent.name[1:]) for path in self._root.glob(f"v*/{_MANIFEST}")))
+        return tuple(sorted({version for version, _ in committed_paths(self._files.sizes())}))
 
     def latest(self) -> int | None:
         """The newest committed version."""
         return max(self.versions(), default=None)
 
-    def retain(self, oldest_version: int) -> None:
-        """Delete every version below the oldest one that some engine still has to apply; the newest stays in any case."""
-        latest = self.latest()
-        for folder in self._root.glob("v*"):
-            version = int(folder.name[1:])
-            if version < oldest_version and latest is not None and version < latest:
-                (folder / _MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
+    def newest_epoch(self) -> int | None:
+        """See `VersionLog.newest_epoch`."""
+        return max((link.run_epoch for link, _ in self._stored.of(self._files.sizes()).values()), default=None)
 
-    def _read(self, version: int) -> Manifest | None:
-        path = self._folder(version) / _MANIFEST
+    def retain(self, slowest: int | None) -> None:
+        """See `VersionLog.retain`. What cannot be removed stays until the next time. Raises WeightSyncError if the store cannot be read."""
         try:
-            raw = json.loads(path.read_bytes())
-            text = json.dumps(raw["manifest"], sort_keys=True)
-            if _digest(text) != raw["xxh3"]:
-                raise ValueError("its checksum does not match")
-            found = Manifest.from_json(text)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise WeightSyncError(f"the manifest of version {version} is damaged: {error}") from error
-        if found.version != version:
-            raise WeightSyncError(f"the manifest of version {version} says it is version {found.version}")
-        return found
+            sizes = self._files.sizes()
+            stored = self._stored.of(sizes)
+        except OSError as error:
+            raise WeightSyncError(f"the store cannot be read: {error}") from error
+        gone = set(superfluous([link for link, _ in stored.values()], slowest=slowest, keep_bytes=self._keep_bytes))
+        kept = {path: both for path, both in stored.items() if both[0] not in gone}
+        wanted = {part.path for _, manifest in kept.values() for part in manifest.parts}
+        newest = max((link.version for link, _ in kept.values()), default=0)
+        passed = newest if slowest is None else min(newest, slowest + 1)
+        held = {link.version for link, _ in kept.values()}
+        with suppress(OSError):
+            for path, (_, manifest) in stored.items():
+                if path not in kept:
+                    self._files.remove(path)
+                    for part in manifest.parts:
+                        if part.path not in wanted:
+                            self._files.remove(part.path)
+            # what no manifest names: left by a rank that was killed, or a damaged manifest that nobody waits for
+            for version in {version_of(path) for path in sizes} - held:
+                if version is not None and version < passed:
+                    self._files.remove_folder(version_folder(version))
 
-    def _folder(self, version: int) -> Path:
-        return self._root / f"v{version:06d}"
+    def _read(self, version: int, name: str) -> Manifest | None:
+        """None where it is missing or damaged: a whole one may take its place, or another way be found."""
+        with suppress(WeightSyncError):
+            return read_manifest(self._files, version, name)
+        return None
 
-    def _path(self, part: Part) -> Path:
-        path = self._root / part.path
-        if not path.resolve().is_relative_to(self._root.resolve()):
-            raise WeightSyncError(f"part {part.path} lies outside the store")
-        return path
+    def _lacking(self, manifest: Manifest) -> Part | None:
+        folders = {part.path.partition("/")[0] for part in manifest.parts}
+        sizes = {path: size for folder in folders for path, size in self._files.sizes(folder).items()}
+        return next((part for part in manifest.parts if sizes.get(part.path) != part.file_bytes), None)
 
-    def _size(self, part: Part) -> int | None:
-        try:
-            return self._path(part).stat().st_size
-        except FileNotFoundError:
-            return None
+    def _is_whole(self, manifest: Manifest) -> bool:
+        return self._lacking(manifest) is None and self._damaged.isdisjoint(part.path for part in manifest.parts)
 
 
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
+class _Measured:
+    """Chunks that pass by, and what they come to."""
+
+    def __init__(self, chunks: Iterable[Buffer]) -> None:
+        self._chunks, self._hash, self.bytes = chunks, xxhash.xxh3_128(), 0
+
+    def __iter__(self) -> Iterator[Buffer]:
+        for chunk in self._chunks:
+            self._hash.update(chunk)
+            self.bytes += len(chunk)
+            yield chunk
+
+    @property
+    def xxh3(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _require_digest(part: Part, data: NDArray[np.uint8], xxh3: str) -> None:
+    if xxhash.xxh3_128_hexdigest(data) != xxh3:
+        raise WeightSyncError(f"part {part.path} is damaged: its xxh3-128 is not {xxh3}")
+
+
+def _require_zstandard() -> None:
+    try:
+        import asyncrl.weights.planes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("weights.transport.compression", value="zstd", allowed="none, without the package zstandard",
+                          remedy="pip install 'asyncrl[zstd]', or leave it out.") from error
+
+
+def _packed(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
+    from asyncrl.weights.planes import pack
+    return pack(chunks)
+
+
+def _unpacked(part: Part, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    _require_zstandard()
+    from asyncrl.weights.planes import unpack
+    try:
+        return unpack(data, size=part.bytes)
+    except WeightSyncError as error:
+        raise WeightSyncError(f"part {part.path}: {error}") from error

@@ -1,7 +1,8 @@
-"""What moves published parts from trainer ranks to engines: two small ends and what lies between them. Needs no torch.
+"""What moves published parts from trainer ranks to engines: three small ends and what lies between them. Needs no torch.
 
     rank     put_part(…) → Part             the bytes are on their way, or kept to be sent
-    loop     deliver(manifest), on ranks    returns when every engine could have the parts; nothing to do where engines pull
+    loop     commit(manifest)               the version exists from here on
+    rank     deliver(manifest)              returns when every engine could have the parts; nothing to do where engines pull
     engine   chain(manifest, held)          the versions that lead there from what it holds
              parts(manifest)                their bytes, whole and verified
 """
@@ -51,3 +52,19 @@ class PartSource(Protocol):
 
     def parts(self, manifest: Manifest) -> Sequence[NDArray[np.uint8]]:
         """The bytes of all parts of one version, read-only, sizes and checksums verified. Raises WeightSyncError."""
+
+
+class VersionLog(Protocol):
+    """The controller's end."""
+
+    def newest_epoch(self) -> int | None:
+        """Of all committed versions, those of earlier runs too; None without any."""
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a version visible; its parts are already there, or on their way. Raises WeightSyncError.
+
+        A version may come again, as an anchor beside a delta or as a repeated call, if it leads to the same state.
+        """
+
+    def retain(self, slowest: int | None) -> None:
+        """Let go of what no serving engine needs; the slowest holds version `slowest` of the newest run epoch, None: none serves."""

@@ -55,14 +55,14 @@ class WorkerExtension:
     asyncrl_adapters: tuple[LoRA, Mapping[str, Tensor]] | None = None
     """Which adapters, and what they hold as received; the engine loads them from a folder, under another name for every version."""
 
-    def asyncrl_prepare(self, folder: str, store: str, lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def asyncrl_prepare(self, folder: str, transport: Mapping[str, Any], lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Find where each tensor of the model folder lies and prove that it holds the folder's value. Writes nothing.
 
         Gives `tensors` and `elements` that can be written, and the names the model's loader skips (`skipped`). Fails on engines whose
         weights cannot be patched in place: several ranks, quantised, offloaded, packed, or with mixtures of experts on a CPU. With `lora`,
         the fields of a `LoRA`, versions hold adapters beside the model.
         """
-        return _answer(lambda: self._asyncrl_prepare(Path(folder), Path(store), lora))
+        return _answer(lambda: self._asyncrl_prepare(Path(folder), transport, lora))
 
     def asyncrl_apply(self, manifest_json: str, adapters: str = "") -> dict[str, Any]:
         """Bring the model to a published version; gives its `state_hash`. Fails as `Receiver.apply` does.
@@ -77,11 +77,11 @@ class WorkerExtension:
         return {"version": receiver and receiver.version, "state_hash": receiver and receiver.state_hash,
                 "poisoned": receiver.poisoned if receiver else "", "peak_memory_bytes": peak_memory_bytes()}
 
-    def _asyncrl_prepare(self, folder: Path, store: Path, lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _asyncrl_prepare(self, folder: Path, transport: Mapping[str, Any], lora: Mapping[str, Any] | None) -> dict[str, Any]:
         from asyncrl.weights.base_proof import prove_base, saved_tensors
+        from asyncrl.weights.ends import TransportSpec, source_of
         from asyncrl.weights.receiver import Receiver
         from asyncrl.weights.routes import record_routes
-        from asyncrl.weights.store import StoreTransport
 
         _die_with_starter()  # a forked worker inherits that plugins were loaded, and never loads them itself
         model = self.model_runner.get_model()
@@ -91,7 +91,7 @@ class WorkerExtension:
             targets = record_routes(model, load=model.load_weights, tensors=tensors)
         elements = prove_base(targets, folder=folder)
         room = self._asyncrl_room(folder, lora) if lora else {}
-        self.asyncrl_receiver = Receiver({**targets, **room}, source=StoreTransport(store))
+        self.asyncrl_receiver = Receiver({**targets, **room}, source=source_of(TransportSpec.from_wire(transport)))
         return {"tensors": len(targets), "elements": elements, "skipped": [name for name in tensors if name not in targets]}
 
     def _asyncrl_room(self, folder: Path, settings: Mapping[str, Any]) -> dict[str, MemoryTarget]:

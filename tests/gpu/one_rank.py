@@ -18,6 +18,7 @@ from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import StepOutcome, train_step
 from asyncrl.types import Batch
+from asyncrl.weights.ends import TransportSpec
 from tests.train.train_data import random_batch
 
 
@@ -38,7 +39,8 @@ class OneRank:
                 patch.setattr(parallel.torch.cuda, "is_available", lambda: False)
             threads = torch.get_num_threads()
             rank = RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=str(self._folder / f"meet-{self._starts}"),
-                                        store=str(self._folder / f"store-{self._starts}"), published_dtype="bfloat16", config=config))
+                                        transport=TransportSpec(self._folder / f"store-{self._starts}"), published_dtype="bfloat16",
+                                        config=config))
             try:
                 assert rank._ranks.device.type == self.device
                 yield rank

@@ -26,6 +26,7 @@ from asyncrl.train.parallel import local, whole
 from asyncrl.train.rank import RankTrainer
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import train_step
+from asyncrl.weights.ends import TransportSpec
 from tests.train.train_data import random_batch, unequal_batch
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def _rank(job: Job, rank: int, place: Path) -> None:
     settings = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "processes": max(1, job.ranks), **job.settings}
     trainer = RankTrainer(RankSpec(
         model=job.model, rank=rank, world_size=max(1, job.ranks), rendezvous=str(place / "meet") if job.ranks else None,
-        store=str(place / "store"), published_dtype="float32",
+        transport=TransportSpec(place / "store"), published_dtype="float32",
         config=validated({"trainer": settings, "advantages": "grpo", "correction": "token_tis", "loss": "decoupled_ppo"})))
     if job.restore:
         trainer.restore(Request("restore", body={"folder": job.restore, "updates": 1}))

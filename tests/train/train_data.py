@@ -15,6 +15,7 @@ from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.step import StepOutcome, train_step
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Rollout, RolloutGroup, Sampling, Sequence, SequenceBuilder, Status
+from asyncrl.weights.ends import TransportSpec
 
 BETA1 = 0.9
 
@@ -70,8 +71,8 @@ def inline_rank(model: Path, store: Path, *, advantages: object = "grpo", correc
     settings = {"learning_rate": 1e-2, "processes": 0, "max_grad_norm": 1e9, **settings}
     config = validated({"trainer": settings, "advantages": advantages, "correction": correction, "loss": loss, "reference": reference,
                         "lora": lora})
-    return RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, store=str(store), published_dtype="bfloat16",
-                                config=config))
+    return RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, transport=TransportSpec(store),
+                                published_dtype="bfloat16", config=config))
 
 
 def step_on(rank: RankTrainer, batch: Batch | PackedBatch) -> StepOutcome:

@@ -25,7 +25,7 @@ class Rig:
         self.rng = np.random.default_rng(seed)
         self.pieces = [Piece(name=name, dtype="BF16", shape=shape, start=0, length=int(np.prod(shape))) for name, shape in SHAPES.items()]
         self.state = {piece.name: self.rng.integers(0, 65535, piece.length, dtype=np.uint16) for piece in self.pieces}
-        self.store = StoreTransport(root)
+        self.root, self.store = root, StoreTransport(root)
         self.publisher = Publisher(self.pieces, rank=0, store=self.store, part_bytes=part_bytes)
 
     def bits(self) -> list[tuple[Piece, np.ndarray]]:

@@ -40,8 +40,8 @@ def test_over_fifty_versions_of_mishaps_a_receiver_is_right_or_refuses(make_rig,
 
 def deliver(rig, receiver, manifests, *, mishap, where):
     newest = manifests[-1]
-    folder = rig.store._root / f"v{newest.version:06d}"
-    path = rig.store._root / newest.parts[0].path
+    folder = rig.root / f"v{newest.version:06d}"
+    path = rig.root / newest.parts[0].path
     content = path.read_bytes()
     if mishap == "drop":
         return
@@ -51,7 +51,7 @@ def deliver(rig, receiver, manifests, *, mishap, where):
         place = where % len(content)
         path.write_bytes(content[:place] + bytes([content[place] ^ (1 << where % 8)]) + content[place + 1:])
     elif mishap == "no_manifest":
-        (folder / "manifest.json").unlink()
+        (folder / "delta.json").unlink()
     elif mishap == "old":
         receiver.apply(manifests[where % len(manifests)])
     elif mishap == "anchor":

@@ -17,7 +17,7 @@ def state_hash(rig):
 
 
 def files(rig):
-    return {path.name: path.read_bytes() for path in rig.store._root.rglob("part-*")}
+    return {path.name: path.read_bytes() for path in rig.root.rglob("part-*")}
 
 
 def test_an_anchor_holds_every_element_dense(rig):
@@ -94,7 +94,7 @@ def test_a_commit_whose_file_is_damaged_moves_nothing(rig):
     rig.publish(0, base=None)
     rig.change()
     publication = rig.publisher.publish(rig.bits(), version=1, base=0)
-    path = rig.store._root / publication.parts[0].path
+    path = rig.root / publication.parts[0].path
     path.write_bytes(path.read_bytes()[:-1] + b"\x99")
     with pytest.raises(WeightSyncError, match="damaged"):
         rig.publisher.committed(1)

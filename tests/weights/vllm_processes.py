@@ -11,6 +11,7 @@ from pathlib import Path
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from asyncrl.weights.ends import TransportSpec
 from asyncrl.weights.vllm_plugin import EXTENSION
 
 
@@ -28,7 +29,7 @@ async def main() -> None:
     folder = sys.argv[1]
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
         model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, worker_extension_cls=EXTENSION))
-    (answer,) = await engine.collective_rpc("asyncrl_prepare", args=(folder, str(Path(folder).parent / "store")))
+    (answer,) = await engine.collective_rpc("asyncrl_prepare", args=(folder, TransportSpec(Path(folder).parent / "store").to_wire()))
     print("\n" + json.dumps({"answer": answer, "processes": processes()}), flush=True)
     await asyncio.Event().wait()
 

@@ -19,6 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
 
+from asyncrl.weights.ends import TransportSpec
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import joined
@@ -122,7 +123,7 @@ def synced(engine: Engine, trained: Trained, root: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"unprepared": without_traceback(engine.ask("asyncrl_apply", "{}")), "first": engine.ask("asyncrl_state"),
                             "tied": engine.tied(), "before": engine.greedy()}
     loaded = engine.ask("compute_weight_checksums")
-    seen["prepared"] = engine.ask("asyncrl_prepare", str(root / "base"), str(root / "store"))
+    seen["prepared"] = engine.ask("asyncrl_prepare", str(root / "base"), TransportSpec(root / "store").to_wire())
     seen["recording_changed"] = engine.ask("compute_weight_checksums") != loaded
     manifests = [trained.publish(0, base=None)]
     for version, density in enumerate(DENSITIES, start=1):
@@ -157,7 +158,7 @@ def main() -> None:
     trained = Trained(base, store=root / "store", dtype="bfloat16")
     engine = Engine(base, dtype=dtype)
     if VARIABLE not in os.environ:
-        answer = without_traceback(engine.ask("asyncrl_prepare", str(base), str(root / "store")))
+        answer = without_traceback(engine.ask("asyncrl_prepare", str(base), TransportSpec(root / "store").to_wire()))
         print("\n" + json.dumps({"prepared": answer, "packs_small_weights": packs_small_weights()}))
         return
     seen = synced(engine, trained, root) | {"packs_small_weights": packs_small_weights()}
@@ -165,8 +166,8 @@ def main() -> None:
     fresh = Engine(trained.save(root / "final"), dtype=dtype)
     seen["fresh_checksums"] = fresh.ask("compute_weight_checksums")
     seen["fresh_greedy"] = fresh.greedy()
-    seen["other_folder"] = without_traceback(fresh.ask("asyncrl_prepare", str(base), str(root / "store")))
-    seen["own_folder"] = fresh.ask("asyncrl_prepare", str(root / "final"), str(root / "store"))
+    seen["other_folder"] = without_traceback(fresh.ask("asyncrl_prepare", str(base), TransportSpec(root / "store").to_wire()))
+    seen["own_folder"] = fresh.ask("asyncrl_prepare", str(root / "final"), TransportSpec(root / "store").to_wire())
     print("\n" + json.dumps(seen))
 
 
