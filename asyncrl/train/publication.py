@@ -11,6 +11,9 @@ from asyncrl.weights.density import Prediction, total_density
 from asyncrl.weights.ends import TransportSpec, log_of
 from asyncrl.weights.manifest import Manifest, RankPublication, merge
 
+SNAPSHOT_LOST: Mapping[str, Any] = {"snapshot": "lost"}
+"""The reply of a rank that is asked for a delta and no longer has what it was to be made against."""
+
 
 class Publication:
     """The controller's half of publishing; the ranks encode, this commits."""
@@ -53,6 +56,13 @@ class Publication:
         every = self._config.anchor_every_versions
         anchor = not self._ranks_hold_it or (every is not None and self._count % every == 0)
         return {"version": version, "base": None if anchor else self.last_version}
+
+    def must_begin_anew(self, replies: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a rank has lost its snapshot; then the next request is for an anchor."""
+        lost = any(reply == SNAPSHOT_LOST for reply in replies)
+        if lost:
+            self.lose_snapshot()
+        return lost
 
     def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> None:
         """Make what the ranks answered visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError."""

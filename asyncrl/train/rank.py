@@ -31,6 +31,7 @@ from asyncrl.train.model import Policy, load_policy
 from asyncrl.train.optim import Optimizer
 from asyncrl.train.optim_groups import freeze
 from asyncrl.train.parallel import connect
+from asyncrl.train.publication import SNAPSHOT_LOST
 from asyncrl.train.rank_spec import RankSpec
 from asyncrl.train.rate_scale import RateScale
 from asyncrl.train.ready import make_ready
@@ -42,7 +43,8 @@ from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
 from asyncrl.weights.ends import sink_of
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.torch_pieces import frozen_names, local_bits, local_pieces
+from asyncrl.weights.torch_pieces import TensorBits, frozen_names, local_bits, local_pieces
+from asyncrl.weights.torch_snapshot import snapshot_on
 
 
 class RankTrainer:
@@ -108,10 +110,15 @@ class RankTrainer:
         return Reply(arrays={"logprobs": self._ranks.sum(logprobs).cpu().numpy()})
 
     def publish(self, request: Request) -> Mapping[str, Any]:
-        """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`. A delta comes with the
-        number of changes that was to be expected, where it can be told."""
+        """Write what changed in this rank's shards since `base`, everything without one; pending until `committed`.
+
+        A delta comes with the number of changes that was to be expected, where it can be told. Where the snapshot of `base` was lost,
+        nothing is written and the reply says so: an anchor has to be asked for.
+        """
         self._publisher.abandon()
         base = request.body["base"]
+        if base is not None and self._publisher.version is None:
+            return SNAPSHOT_LOST
         publication = self._publisher.publish(self._bits(anchor=base is None), version=request.body["version"], base=base)
         return {"publication": publication.to_wire(), "predicted": None if base is None else self._forecast.of_delta()}
 
@@ -192,9 +199,10 @@ class RankTrainer:
 
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
-                         store=sink_of(self._spec.transport), frozen=frozen_names(self._lm))
+                         sink=sink_of(self._spec.transport), frozen=frozen_names(self._lm),
+                         threads=self._spec.config.trainer.threads, snapshot=snapshot_on(self._ranks.device))
 
-    def _bits(self, *, anchor: bool = True) -> Any:
+    def _bits(self, *, anchor: bool = True) -> TensorBits:
         but = frozenset() if anchor else frozen_names(self._lm)
         return local_bits(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype, but=but)
 

@@ -1,4 +1,4 @@
-"""Which elements of a piece changed, in as few bytes as one of three layouts needs. NumPy only, raw bits only.
+"""Which elements of a piece changed, in as few bytes as one of three layouts needs: the layouts and their reading. `encoder` writes them.
 
 Values are compared and stored as unsigned integers of the element's width, so 0.0 and −0.0 differ and a NaN equals itself.
 They are absolute: applying a payload twice, or a newer one over it, is harmless. All integers are little-endian, nothing is padded,
@@ -22,7 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weights.kernels import kernels_for
 from asyncrl.weights.manifest import Mode
+
+MODES: tuple[Mode, ...] = ("dense", "blk16", "bitmap")
+"""In the order of preference among payloads of one length: the first are quicker to apply."""
 
 BLOCK_ELEMENTS = 1 << 16
 """What a uint16 offset can address."""
@@ -60,11 +64,6 @@ def word_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(_WORDS[dtype])
 
 
-def changed_indices(new: Bits, old: Bits) -> NDArray[np.int64]:
-    """[k] ascending indices at which two equally long bit arrays differ."""
-    return np.flatnonzero(new != old)
-
-
 def payload_bytes(mode: Mode, *, length: int, count: int, itemsize: int) -> int:
     """Exact size of a payload. Raises WeightSyncError for an unknown mode or numbers that cannot be."""
     if not 0 <= count <= length:
@@ -78,32 +77,18 @@ def payload_bytes(mode: Mode, *, length: int, count: int, itemsize: int) -> int:
     raise WeightSyncError(f"unknown payload mode {mode!r}")
 
 
-def smallest_mode(*, length: int, count: int, itemsize: int) -> Mode:
-    """The mode of the shortest payload; among equals dense, then blk16, which are quicker to apply."""
-    modes: tuple[Mode, ...] = ("dense", "blk16", "bitmap")
-    return min(modes, key=lambda mode: payload_bytes(mode, length=length, count=count, itemsize=itemsize))
-
-
-def encode(new: Bits, indices: NDArray[np.int64], *, mode: Mode) -> bytes:
-    """The payload that puts `new` (the whole piece) at the ascending `indices` that changed."""
-    if mode == "dense":
-        return _little(new).tobytes()
-    if not len(indices):
-        return b""
-    values = _little(new[indices]).tobytes()
-    if mode == "bitmap":
-        flags = np.zeros(len(new), np.bool_)
-        flags[indices] = True
-        return np.packbits(flags, bitorder="little").tobytes() + values
-    edges = np.arange(-(-len(new) // BLOCK_ELEMENTS) + 1, dtype=np.int64) * BLOCK_ELEMENTS
-    counts = np.diff(np.searchsorted(indices, edges)).astype("<u4")
-    return counts.tobytes() + (indices & (BLOCK_ELEMENTS - 1)).astype("<u2").tobytes() + values
+def smallest_modes(*, lengths: NDArray[np.int64], counts: NDArray[np.int64], itemsize: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Of each piece the place in `MODES` of its shortest payload, the first among equals, and the bytes of that."""
+    blk16 = 4 * -(-lengths // BLOCK_ELEMENTS) + counts * (2 + itemsize)
+    bitmap = -(-lengths // 8) + counts * itemsize
+    sizes = np.stack([lengths * itemsize, np.where(counts, blk16, 0), np.where(counts, bitmap, 0)])
+    return sizes.argmin(axis=0).astype(np.uint8), sizes.min(axis=0)
 
 
 def decode(payload: NDArray[np.uint8], *, mode: Mode, dtype: str, length: int, count: int) -> Changes:
     """The changes a payload holds, views of it where possible. Writes nothing.
 
-    Raises WeightSyncError unless the payload is exactly what `encode` makes for these numbers: size, counts, ascending offsets
+    Raises WeightSyncError unless the payload is exactly what an encoder makes for these numbers: size, counts, ascending offsets
     inside the piece, no stray bit.
     """
     word = word_dtype(dtype)
@@ -116,23 +101,38 @@ def decode(payload: NDArray[np.uint8], *, mode: Mode, dtype: str, length: int, c
     values = payload[split:].view(word)
     if not count:
         return Changes(np.empty(0, np.int64), values)
-    indices = _bitmap_indices(payload[:split]) if mode == "bitmap" else _blk16_indices(payload[:split], length=length, count=count)
-    if len(indices) != count or indices[-1] >= length or not np.all(indices[1:] > indices[:-1]):
-        raise WeightSyncError(f"{mode} payload names {len(indices)} elements where {count} ascending ones below {length} were announced")
+    indices = _indices(payload[:split], mode=mode, length=length, count=count)
+    if indices is None:
+        raise WeightSyncError(f"{mode} payload does not name the {count} ascending elements below {length} that were announced")
     return Changes(indices, values)
 
 
-def _bitmap_indices(flags: NDArray[np.uint8]) -> NDArray[np.int64]:
-    return np.flatnonzero(np.unpackbits(flags, bitorder="little").view(np.bool_))
+def take(memory: Bits, changes: Changes) -> Bits:
+    """The bits of a whole piece in `memory`, flat, at the places `changes` names; a view where these are all."""
+    if changes.indices is None:
+        return memory
+    out = np.empty(len(changes.indices), memory.dtype)
+    if len(out):
+        assert 0 <= changes.indices[0] <= changes.indices[-1] < len(memory), "compiled code checks no bounds; indices ascend"
+        kernels_for(len(out)).take(memory, changes.indices, out)
+    return out
 
 
-def _blk16_indices(head: NDArray[np.uint8], *, length: int, count: int) -> NDArray[np.int64]:
-    blocks = -(-length // BLOCK_ELEMENTS)
-    counts = head[: 4 * blocks].view("<u4").astype(np.int64)
-    if int(counts.sum()) != count:
-        raise WeightSyncError(f"blk16 block counts add up to {int(counts.sum())}, not to {count}")
-    return np.repeat(np.arange(blocks, dtype=np.int64) * BLOCK_ELEMENTS, counts) + head[4 * blocks:].view("<u2")
+def put(memory: Bits, changes: Changes) -> None:
+    """Write `changes` to a whole piece in `memory`, flat."""
+    if changes.indices is None:
+        memory[:] = changes.values
+    elif len(changes.indices):
+        assert 0 <= changes.indices[0] <= changes.indices[-1] < len(memory), "compiled code checks no bounds; indices ascend"
+        kernels_for(len(changes.indices)).put(memory, changes.indices, changes.values)
 
 
-def _little(bits: Bits) -> Bits:
-    return bits.astype(bits.dtype.newbyteorder("<"), copy=False)
+def _indices(head: NDArray[np.uint8], *, mode: Mode, length: int, count: int) -> NDArray[np.int64] | None:
+    """Of a payload without its values; None when they are not `count` ascending ones below `length`."""
+    out, kernels = np.empty(count, np.int64), kernels_for(length)
+    if mode == "bitmap":
+        return out if kernels.flag_indices(head, length, out) else None
+    blocks = head[:4 * -(-length // BLOCK_ELEMENTS)].view("<u4")
+    if int(blocks.sum(dtype=np.int64)) != count:
+        raise WeightSyncError(f"blk16 block counts add up to {int(blocks.sum(dtype=np.int64))}, not to {count}")
+    return out if kernels.block_indices(blocks, head[blocks.nbytes:].view("<u2"), length, out) else None

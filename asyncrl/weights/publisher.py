@@ -1,193 +1,226 @@
-"""One rank's side of publishing: what changed in its own shards since the previous published version. No gather. NumPy only.
+"""One rank's side of publishing: what changed in its own shards since the previous published version. No gather. Needs no torch.
 
-    publish(bits, version, base)  →  parts in the store, RankPublication   nothing remembered yet
-    committed(version)                                                     the manifest is durable: the snapshot moves on
-    abandon()                                                              it never came to be: the snapshot stays
+    publish(bits, version, base)  →  parts at the sink, RankPublication    the snapshot moves on as it is compared; what it held is logged
+    committed(version)                                                     the manifest is durable: the log goes
+    abandon()                                                              it never came to be: the log is played back
 
-The snapshot is the previous *published* version, bit for bit as published, in one flat arena. A delta therefore always leads from
-one committed version to the next, whatever single engines hold; each catches up by applying the versions it missed in order.
-Frozen pieces are in anchors alone: nothing compares them, and no copy of them is kept.
+The snapshot is the previous *published* version, bit for bit as published, in one flat memory that is scanned stretch by stretch, however
+many tensors lie in it. A delta therefore always leads from one committed version to the next, whatever single engines hold; each catches
+up with what it missed. Frozen pieces are in anchors alone: nothing compares them, and no copy of them is kept.
+
+Beside the snapshot a publication needs at most two buckets: what is encoded and not yet written, the log, and what a scan works in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
-import numpy as np
-
-from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.codec import BLOCK_ELEMENTS, Bits, changed_indices, decode, encode, smallest_mode, word_dtype
-from asyncrl.weights.manifest import Part, Piece, RankPublication, TensorEntry
-from asyncrl.weights.state_hash import MODULUS, hash_bits, hash_delta, tensor_seed
-from asyncrl.weights.store import StoreTransport
+from asyncrl.errors import NonFiniteError, WeightSyncError, WrongBase
+from asyncrl.weights.buckets import Buckets
+from asyncrl.weights.codec import Bits
+from asyncrl.weights.encoder import Found, Scratch, not_finite_place
+from asyncrl.weights.kernels import kernels_for
+from asyncrl.weights.manifest import Mode, Piece, RankPublication, TensorEntry
+from asyncrl.weights.piece_bits import PieceBits, Run, Stretch, snapshot_places, stretches_of
+from asyncrl.weights.snapshot import HostSnapshot, Snapshot, staged
+from asyncrl.weights.state_hash import MODULUS
+from asyncrl.weights.transport import PartSink
+from asyncrl.weights.undo_log import UndoLog
 
 PART_BYTES = 512 << 20
-"""Where a rank starts a new file; also the most that is encoded but not yet written."""
+"""Where a rank starts a new file."""
 
-ENTRY_ELEMENTS = 64 * BLOCK_ELEMENTS
-"""Longest run under one mode: bounds temporaries to some 100 MB, lets a large tensor be sparse here and dense there."""
+LOG_FRACTION = 0.75
+"""Of a bucket, that old bits may take; the rest is for what a scan works in, some tens of megabytes a thread."""
 
-_ALIGN_BYTES = 8
-_NO_INDICES = np.empty(0, np.int64)
+
+class MakeSnapshot(Protocol):
+    """What `Publisher` keeps the published bits in."""
+
+    def __call__(self, nbytes: int, *, threads: int) -> Snapshot:
+        """Zeroed, of so many bytes."""
 
 
 class Publisher:
     """Publishes the pieces one rank holds. All ranks call with the same `version` and `base`; `merge` joins the results.
 
-    `frozen` names tensors that never change: a delta is made without them.
+    Args:
+        frozen: names of tensors that never change: a delta is made without them.
+        threads: that may scan side by side.
+        snapshot: where the published bits are kept: by default in the memory of the host.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, rank: int, store: StoreTransport, frozen: Collection[str] = (),
-                 part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, rank: int, sink: PartSink, frozen: Collection[str] = (), part_bytes: int = PART_BYTES,
+                 threads: int = 1, snapshot: MakeSnapshot | None = None) -> None:
         self._pieces = tuple(pieces)
         self._moving = tuple(piece for piece in pieces if piece.name not in frozen)
-        self._rank, self._store, self._part_bytes = rank, store, part_bytes
-        self._snapshots = dict(zip((piece.name for piece in self._moving), _arena(self._moving), strict=True))
+        self._rank, self._sink, self._part_bytes = rank, sink, part_bytes
+        self._kernels = kernels_for(sum(piece.length for piece in pieces))
+        places, nbytes = snapshot_places(self._moving)
+        self._snapshot = (snapshot or self._on_the_host)(nbytes, threads=threads)
+        most = self._snapshot.most_elements
+        self._all = stretches_of(self._pieces, places=places, most_elements=most)
+        self._changing = stretches_of(self._moving, places=places, most_elements=most)
+        self._log = UndoLog(int(part_bytes * LOG_FRACTION))
         self._hash_share = 0
+        self._newest: int | None = None
         self._pending: RankPublication | None = None
         self.version: int | None = None
-        """Of the snapshot; None before the first commit."""
+        """Of the snapshot; None before the first commit, and when the snapshot was lost: then an anchor must follow."""
 
-    def publish(self, bits: Iterable[tuple[Piece, Bits]], *, version: int, base: int | None) -> RankPublication:
-        """Write what changed since `base` (everything when it is None) and return what `merge` needs.
+    @property
+    def snapshot_bytes(self) -> int:
+        """Memory that the bits published last take."""
+        return self._snapshot.nbytes
+
+    def publish(self, bits: PieceBits, *, version: int, base: int | None) -> RankPublication:
+        """Hand what changed since `base` (everything when it is None) to the sink and return what `merge` needs.
 
         Args:
-            bits: the pieces this publisher was made with, in that order, each with its current bits, flat; of a delta, those not frozen.
-            version: larger than the snapshot's.
+            bits: current ones of the pieces this publisher was made with, in that order; of a delta, of those not frozen.
+            version: larger than any before.
             base: the snapshot's version, or None for an anchor.
 
-        Raises WrongBase or WeightSyncError; the snapshot stays then, and nothing is pending.
+        Raises WrongBase, WeightSyncError or NonFiniteError; nothing is pending then, and the snapshot is as `abandon` leaves it.
         """
         if self._pending is not None:
             raise WeightSyncError(f"version {self._pending.version} is neither committed nor abandoned")
         if base is not None and base != self.version:
             raise WrongBase(f"a delta on version {base} cannot be made: the snapshot holds {self.version}")
-        if self.version is not None and version <= self.version:
-            raise WeightSyncError(f"version {version} cannot follow version {self.version}: versions only grow")
-        self._pending = self._write(self._checked(bits, self._pieces if base is None else self._moving), version=version, base=base)
+        if self._newest is not None and version <= self._newest:
+            raise WeightSyncError(f"version {version} cannot follow version {self._newest}: versions only grow")
+        self._check(bits, self._pieces if base is None else self._moving)
+        try:
+            with Buckets(self._sink, version=version, rank=self._rank, part_bytes=self._part_bytes) as buckets:
+                if base is None:
+                    self._pending = self._whole(self._taken(bits), buckets, version=version)
+                else:
+                    self._pending = self._delta(bits, buckets, version=version, base=base)
+        except BaseException:
+            self._roll_back()
+            raise
         return self._pending
 
     def committed(self, version: int) -> None:
-        """The manifest of the pending version is durable: make it the snapshot.
-
-        Raises WeightSyncError when it is not pending or its files are gone or damaged; then abandon it and publish an anchor.
-        """
+        """The manifest of the pending version is durable: it is the snapshot from now on. Raises WeightSyncError when it is not pending."""
         pending = self._pending
         if pending is None or pending.version != version:
             raise WeightSyncError(f"version {version} is not pending, {None if pending is None else pending.version} is")
-        parts = [self._store.open_part(part) for part in pending.parts]
-        origins = {piece.name: piece.start for piece in self._moving}
-        for entry in (entry for entry in pending.entries if entry.name in origins):
-            run = self._snapshots[entry.name][entry.start - origins[entry.name]:][:entry.length]
-            payload = parts[entry.part][entry.offset:entry.offset + entry.bytes]
-            changes = decode(payload, mode=entry.mode, dtype=entry.dtype, length=entry.length, count=entry.count)
-            run[changes.selection] = changes.values
-        self.version, self._hash_share, self._pending = version, pending.hash_share, None
+        self._log.clear()
+        self.version = self._newest = version
+        self._hash_share, self._pending = pending.hash_share, None
 
     def abandon(self) -> None:
-        """The pending version never came to be: the next delta is made against the old snapshot. Safe without one."""
-        self._pending = None
+        """The pending version never came to be: the next delta is made against the old snapshot. Safe without one.
 
-    def adopt(self, bits: Iterable[tuple[Piece, Bits]], *, version: int) -> int:
+        Where the old bits were too many to keep, and after an anchor, the snapshot is lost: `version` is None, and an anchor must follow.
+        """
+        if self._pending is not None:
+            self._roll_back()
+            self._pending = None
+
+    def adopt(self, bits: PieceBits, *, version: int) -> int:
         """Take `bits`, frozen ones too, as the snapshot of `version`, already published and held by the engines: for a restarted trainer.
 
         Returns the hash share; those of all ranks must add up to the manifest's state hash.
         """
-        self._pending = None
-        share = 0
-        for piece, values in self._checked(bits, self._pieces):
-            if piece.name in self._snapshots:
-                self._snapshots[piece.name][:] = values
-            share += hash_bits(tensor_seed(piece.name, piece.dtype), values, start=piece.start)
-        self.version, self._hash_share = version, share % MODULUS
-        return self._hash_share
+        self._check(bits, self._pieces)
+        self._pending = self.version = None
+        self._log.clear()
+        share = sum(self._hash(stretch, values) for stretch, values in self._taken(bits)) % MODULUS
+        self._log.clear()
+        self.version = self._newest = version
+        self._hash_share = share
+        return share
 
     def anchor(self) -> RankPublication:
         """The snapshot's version once more, whole, for an engine that has no base. Changes nothing here; needs no commit.
 
-        Raises WeightSyncError before the first commit, with frozen pieces, when the snapshot is no longer what was published, or on a
-        failed write.
+        Raises WeightSyncError before the first commit, while a version is pending, with frozen pieces, when the snapshot is no longer what
+        was published, or on a failed write.
         """
+        if self._pending is not None:
+            raise WeightSyncError(f"version {self._pending.version} is pending: commit or abandon it first")
         if self.version is None:
             raise WeightSyncError("there is no committed version to write an anchor of")
         if len(self._moving) < len(self._pieces):
             raise WeightSyncError("of frozen pieces no copy is kept: publish an anchor of a new version")
-        whole = self._write(((piece, self._snapshots[piece.name]) for piece in self._pieces), version=self.version, base=None)
+        with Buckets(self._sink, version=self.version, rank=self._rank, part_bytes=self._part_bytes) as buckets:
+            held = ((stretch, self._snapshot.read(stretch)) for stretch in self._all)
+            whole = self._whole(held, buckets, version=self.version)
         if whole.hash_share != self._hash_share:
             raise WeightSyncError(f"the snapshot of version {self.version} was changed in memory: publish an anchor of a new version")
         return whole
 
+    def _on_the_host(self, nbytes: int, *, threads: int) -> Snapshot:
+        return HostSnapshot(nbytes, kernels=self._kernels, threads=threads)
+
     @staticmethod
-    def _checked(bits: Iterable[tuple[Piece, Bits]], pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Bits]]:
-        given = iter(bits)
-        for piece in pieces:
-            got, values = next(given, (None, np.empty(0, np.uint8)))
-            word = word_dtype(piece.dtype)
-            if got != piece or values.shape != (piece.length,) or values.dtype != word:
-                raise WeightSyncError(f"expected {piece} as flat {word}, got {got} with {values.shape} {values.dtype}")
-            yield piece, values
-        extra = next(given, None)
-        if extra is not None:
-            raise WeightSyncError(f"{extra[0]} is not a piece of this publisher")
+    def _check(bits: PieceBits, pieces: Sequence[Piece]) -> None:
+        given = tuple(bits.pieces)
+        if given != tuple(pieces):
+            at = next((place for place, (got, piece) in enumerate(zip(given, pieces, strict=False)) if got != piece),
+                      min(len(given), len(pieces)))
+            raise WeightSyncError(f"piece {at} of {len(pieces)} should be {pieces[at] if at < len(pieces) else 'none'}, "
+                                  f"is {given[at] if at < len(given) else 'missing'}")
 
-    def _write(self, bits: Iterable[tuple[Piece, Bits]], *, version: int, base: int | None) -> RankPublication:
-        bucket = _Buckets(lambda number, chunks: self._store.put_part(version, rank=self._rank, bucket=number, chunks=chunks),
-                          self._part_bytes)
+    def _taken(self, bits: PieceBits) -> Iterator[tuple[Stretch, Bits]]:
+        """Everything there is now, which becomes the snapshot, stretch by stretch."""
+        self._log.lose()
+        for stretch in self._all:
+            values = staged(bits, stretch, Scratch()) if stretch.place is None else self._snapshot.fill(bits, stretch)
+            if bits.finite and (place := not_finite_place(values, stretch.dtype, self._kernels)) is not None:
+                raise _not_finite(next(run for run, end in zip(stretch.runs, stretch.lengths.cumsum(), strict=True) if place < end))
+            yield stretch, values
+
+    def _whole(self, held: Iterator[tuple[Stretch, Bits]], buckets: Buckets, *, version: int) -> RankPublication:
         entries: list[TensorEntry] = []
-        share = 0 if base is None else self._hash_share
-        for piece, values in bits:
-            seed = tensor_seed(piece.name, piece.dtype)
-            for low in range(0, piece.length, ENTRY_ELEMENTS):
-                start, new = piece.start + low, values[low:low + ENTRY_ELEMENTS]
-                if base is None:
-                    count, mode, payload = len(new), "dense", encode(new, _NO_INDICES, mode="dense")
-                    share += hash_bits(seed, new, start=start)
-                else:
-                    old = self._snapshots[piece.name][low:low + ENTRY_ELEMENTS]
-                    indices = changed_indices(new, old)
-                    count = len(indices)
-                    mode = smallest_mode(length=len(new), count=count, itemsize=new.itemsize)
-                    payload = encode(new, indices, mode=mode)
-                    share += hash_delta(seed, indices, start=start, old=old[indices], new=new[indices])
-                part, offset = bucket.add(payload)
-                entries.append(TensorEntry(name=piece.name, dtype=piece.dtype, shape=piece.shape, mode=mode, part=part, offset=offset,
-                                           bytes=len(payload), start=start, length=len(new), count=count))
-        return RankPublication(version=version, base=base, parts=bucket.close(), entries=tuple(entries), hash_share=share % MODULUS)
+        share = 0
+        for stretch, values in held:
+            share += self._hash(stretch, values)
+            sizes = [run.length * values.itemsize for run in stretch.runs]
+            places = buckets.add(values.view("u1"), sizes, owned=stretch.place is None)
+            entries += [_entry(run, "dense", count=run.length, place=place, size=size)
+                        for run, place, size in zip(stretch.runs, places, sizes, strict=True)]
+        return RankPublication(version=version, base=None, parts=buckets.close(), entries=tuple(entries), hash_share=share % MODULUS)
+
+    def _delta(self, bits: PieceBits, buckets: Buckets, *, version: int, base: int) -> RankPublication:
+        entries: list[TensorEntry] = []
+        share = self._hash_share
+        for stretch, found in self._moved(bits):
+            if found.not_finite is not None:
+                raise _not_finite(stretch.runs[found.not_finite])
+            share += found.hash_change
+            places = buckets.add(found.payloads, found.sizes, owned=True, beside=self._log.bytes)
+            entries += [_entry(run, mode, count=count, place=place, size=size) for run, mode, count, place, size in
+                        zip(stretch.runs, found.modes, found.counts.tolist(), places, found.sizes, strict=True)]
+        return RankPublication(version=version, base=base, parts=buckets.close(), entries=tuple(entries), hash_share=share % MODULUS)
+
+    def _moved(self, bits: PieceBits) -> Iterator[tuple[Stretch, Found]]:
+        """What changed, stretch by stretch; the snapshot has moved, and what it held is in the log."""
+        for first in range(0, len(self._changing), self._snapshot.at_once):
+            stretches = self._changing[first:first + self._snapshot.at_once]
+            self._snapshot.stage(bits, stretches)
+            with self._log.lost_meanwhile():
+                found = self._snapshot.move(stretches)
+            for stretch, one in zip(stretches, found, strict=True):
+                self._log.add(stretch, one.undo)
+            yield from zip(stretches, found, strict=True)
+
+    def _hash(self, stretch: Stretch, values: Bits) -> int:
+        return int(self._kernels.hash_runs(stretch.lengths, stretch.origins, values))
+
+    def _roll_back(self) -> None:
+        if not self._log.play_back(self._snapshot):
+            self.version = None
 
 
-class _Buckets:
-    """Gathers payloads into parts of bounded size."""
-
-    def __init__(self, put: Callable[[int, list[bytes]], Part], part_bytes: int) -> None:
-        self._put, self._part_bytes = put, part_bytes
-        self._parts: list[Part] = []
-        self._chunks: list[bytes] = []
-        self._size = 0
-
-    def add(self, payload: bytes) -> tuple[int, int]:
-        """Part index and offset the payload gets."""
-        if self._chunks and self._size + len(payload) > self._part_bytes:
-            self._flush()
-        place = len(self._parts), self._size
-        self._chunks.append(payload)
-        self._size += len(payload)
-        return place
-
-    def close(self) -> tuple[Part, ...]:
-        """All parts, written."""
-        if self._chunks:
-            self._flush()
-        return tuple(self._parts)
-
-    def _flush(self) -> None:
-        self._parts.append(self._put(len(self._parts), self._chunks))
-        self._chunks, self._size = [], 0
+def _entry(run: Run, mode: Mode, *, count: int, place: tuple[int, int], size: int) -> TensorEntry:
+    part, offset = place
+    return TensorEntry(name=run.piece.name, dtype=run.piece.dtype, shape=run.piece.shape, mode=mode, part=part, offset=offset, bytes=size,
+                       start=run.start, length=run.length, count=count)
 
 
-def _arena(pieces: Sequence[Piece]) -> list[Bits]:
-    """Zeroed room for all pieces in one allocation, and each piece's view of it."""
-    words = [word_dtype(piece.dtype) for piece in pieces]
-    sizes = [-(-piece.length * word.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES for piece, word in zip(pieces, words, strict=True)]
-    arena = np.zeros(sum(sizes), np.uint8)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    return [arena[end - size:end].view(word)[:piece.length] for piece, word, size, end in zip(pieces, words, sizes, ends, strict=True)]
+def _not_finite(run: Run) -> NonFiniteError:
+    return NonFiniteError(f"{run.piece.name} holds a value that is not finite as {run.piece.dtype}; it is not published")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -12,9 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from asyncrl.adapters import checkpoint_name
-from asyncrl.errors import NonFiniteError, WeightSyncError
+from asyncrl.errors import WeightSyncError
 from asyncrl.weights.codec import Bits
 from asyncrl.weights.manifest import Piece
+from asyncrl.weights.piece_bits import Span
 from asyncrl.weights.targets import MemoryTarget, check_memory
 
 PublishedDtype = Literal["bfloat16", "float32"]
@@ -55,17 +55,42 @@ def local_pieces(model: nn.Module, *, rank: int, dtype: PublishedDtype) -> tuple
     return tuple(piece for piece, _ in _local(model, rank=rank, dtype=dtype))
 
 
-def local_bits(model: nn.Module, *, rank: int, dtype: PublishedDtype, but: Collection[str] = ()) -> Iterator[tuple[Piece, Bits]]:
-    """Each piece with its bits as published: parameters rounded to nearest even to `dtype`, buffers as they are; none of those in `but`.
+def local_bits(model: nn.Module, *, rank: int, dtype: PublishedDtype, but: Collection[str] = ()) -> TensorBits:
+    """What this rank publishes, but for tensors `but`: parameters rounded to nearest even to `dtype`, buffers as they are."""
+    return TensorBits(_local(model, rank=rank, dtype=dtype, but=but))
 
-    One tensor at a time; the arrays may share the model's memory and are to be used before the next one is drawn. Raises
-    NonFiniteError, naming the tensor, rather than publish a NaN or an infinity.
-    """
-    for piece, shard in _local(model, rank=rank, dtype=dtype, but=but):
-        values = shard.to(_published_dtype(piece.dtype))
-        if values.is_floating_point() and not all(math.isfinite(extreme) for extreme in torch.aminmax(values)):
-            raise NonFiniteError(f"{piece.name} holds a value that is not finite as {piece.dtype}; it is not published")
-        yield piece, bits_of(values)
+
+class TensorBits:
+    """Tensors as `PieceBits`: read and rounded in the slices that are asked for, so that none is copied whole. For hosts and devices."""
+
+    finite = True
+
+    def __init__(self, shards: Iterable[tuple[Piece, Tensor]]) -> None:
+        found = tuple(shards)
+        self.pieces = tuple(piece for piece, _ in found)
+        self._shards = [shard.detach().view(-1) if shard.is_contiguous() else shard.detach() for _, shard in found]
+
+    def view(self, span: Span) -> Bits | None:
+        """See `PieceBits.view`: of contiguous memory of the host, in the published dtype."""
+        shard = self._shards[span.piece]
+        if shard.device.type != "cpu" or not shard.is_contiguous() or DTYPE_NAMES[shard.dtype] != self.pieces[span.piece].dtype:
+            return None
+        return bits_of(shard[span.low:span.high])
+
+    def stage(self, spans: Sequence[Span], out: Bits) -> None:
+        """See `PieceBits.stage`."""
+        self.stage_tensor(spans, torch.from_numpy(out))
+
+    def stage_tensor(self, spans: Sequence[Span], out: Tensor) -> None:
+        """As `stage`, into a tensor of the published dtype's width, on any device; in one call, however many spans there are."""
+        rounded = out.view(_published_dtype(self.pieces[spans[0].piece].dtype))
+        torch._foreach_copy_(list(rounded.split([span.high - span.low for span in spans])), [self._read(span) for span in spans])
+
+    def _read(self, span: Span) -> Tensor:
+        shard = self._shards[span.piece]
+        if shard.is_contiguous():
+            return shard[span.low:span.high]
+        return shard[torch.unravel_index(torch.arange(span.low, span.high, device=shard.device), shard.shape)]
 
 
 def bits_of(tensor: Tensor) -> Bits:

@@ -36,6 +36,7 @@ from asyncrl.rollout.fake_engine import fake_manifest
 from asyncrl.rollout.router import Router
 from asyncrl.types import Sampling
 from asyncrl.weights.manifest import Piece, merge
+from asyncrl.weights.piece_bits import ArrayBits
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
@@ -247,13 +248,14 @@ def weight_sync_data() -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as root:
         store = StoreTransport(Path(root))
-        publisher = Publisher([piece], rank=0, store=store)
-        receiver = Receiver(memory_targets({"weight": torch.zeros(256, 256, dtype=torch.bfloat16)}), store=store)
+        publisher = Publisher([piece], rank=0, sink=store)
+        receiver = Receiver(memory_targets({"weight": torch.zeros(256, 256, dtype=torch.bfloat16)}), source=store)
         for version, share in enumerate(CHANGED):
             base = version - 1 if version else None
             changed = (np.arange(ELEMENTS) * 40503 % ELEMENTS < share * ELEMENTS) & (base is not None)
             bits = np.where(changed, bits ^ np.uint16(1 << version), bits)
-            manifest = merge([publisher.publish([(piece, bits)], version=version, base=base)], run_epoch=0, version=version, base=base)
+            publication = publisher.publish(ArrayBits([(piece, bits)]), version=version, base=base)
+            manifest = merge([publication], run_epoch=0, version=version, base=base)
             store.commit(manifest)
             publisher.committed(version)
             (entry,) = manifest.tensors

@@ -20,6 +20,7 @@ from asyncrl.lora_config import LoRA
 from asyncrl.paths import RunPaths
 from asyncrl.records import joined
 from asyncrl.weights.manifest import Manifest, merge
+from asyncrl.weights.piece_bits import ArrayBits
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import PublishedDtype, bits_of, checkpoint_tensors, frozen_names, local_bits, local_pieces
@@ -103,7 +104,7 @@ def publish_model(root: Path, *, dtype: PublishedDtype = "float32", lora: LoRA |
     if lora:
         add_adapters(model, lora)
     frozen = frozen_names(model)
-    publisher = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store, frozen=frozen)
+    publisher = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, sink=store, frozen=frozen)
     versions, manifests = [], {}
     generator = torch.Generator().manual_seed(3)
     for version in range(3):
@@ -116,14 +117,14 @@ def publish_model(root: Path, *, dtype: PublishedDtype = "float32", lora: LoRA |
         store.commit(manifests[version, base])
         publisher.committed(version)
         versions.append(copy.deepcopy(model).eval())
-    anchors = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, store=store)
+    anchors = Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, sink=store)
     publication = anchors.publish(local_bits(model, rank=0, dtype=dtype), version=2, base=None)
     manifests[2, None] = merge([publication], run_epoch=0, version=2, base=None)
     broken = [parameter for parameter in model.model.parameters() if parameter.requires_grad][-1]
     broken.data.view(-1)[0] = torch.nan
     bits = [(piece, bits_of(tensor.to(getattr(torch, dtype)))) for piece, tensor in
             zip(local_pieces(model, rank=0, dtype=dtype), checkpoint_tensors(model).values(), strict=True) if piece.name not in frozen]
-    manifests[3, 2] = merge([publisher.publish(bits, version=3, base=2)], run_epoch=0, version=3, base=2)
+    manifests[3, 2] = merge([publisher.publish(ArrayBits(bits), version=3, base=2)], run_epoch=0, version=3, base=2)
     return PublishedModel(folder, paths, tuple(versions), manifests)
 
 

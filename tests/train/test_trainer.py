@@ -13,6 +13,7 @@ from asyncrl.errors import CheckpointError, ConfigError, RunAborted, StalenessEr
 from asyncrl.paths import RunPaths
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Status
+from asyncrl.weights import publisher
 from asyncrl.weights.config import WeightsConfig
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.store import StoreTransport
@@ -169,25 +170,27 @@ def test_checkpoints_come_at_their_interval_and_the_oldest_go(tiny: Path, tmp_pa
     inline(tiny, tmp_path, use, checkpoint_every_steps=2)
 
 
-def test_an_anchor_follows_a_version_that_was_damaged_before_the_ranks_took_it_up(tiny: Path, tmp_path: Path,
-                                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_anchor_follows_a_publication_that_could_not_be_undone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "LOG_FRACTION", 0.0)
     commit = StoreTransport.commit
 
-    def damaging(store: StoreTransport, manifest: Manifest) -> None:
-        commit(store, manifest)
+    def failing(store: StoreTransport, manifest: Manifest) -> None:
         if manifest.version == 1:
-            os.truncate(tmp_path / "shared" / "weights" / manifest.parts[0].path, 1)
+            raise WeightSyncError("No space left on device")
+        commit(store, manifest)
 
     async def use(trainer: Trainer) -> None:
         await trainer.publish()
         await trainer.step(random_batch(0))
-        with pytest.raises(WeightSyncError, match="should have"):
+        with pytest.raises(WeightSyncError, match="No space"):
             await trainer.publish()
         await trainer.step(random_batch(1, version=1))
         healed = await trainer.publish()
         assert (healed.version, healed.base) == (2, None)
+        await trainer.step(random_batch(2, version=2))
+        assert (await trainer.publish()).base == 2
 
-    monkeypatch.setattr(StoreTransport, "commit", damaging)
+    monkeypatch.setattr(StoreTransport, "commit", failing)
     inline(tiny, tmp_path, use)
 
 

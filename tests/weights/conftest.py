@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.weights.manifest import Manifest, Piece, merge
+from asyncrl.weights.piece_bits import ArrayBits
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import Receiver
 from asyncrl.weights.store import StoreTransport
@@ -26,10 +27,10 @@ class Rig:
         self.pieces = [Piece(name=name, dtype="BF16", shape=shape, start=0, length=int(np.prod(shape))) for name, shape in SHAPES.items()]
         self.state = {piece.name: self.rng.integers(0, 65535, piece.length, dtype=np.uint16) for piece in self.pieces}
         self.root, self.store = root, StoreTransport(root)
-        self.publisher = Publisher(self.pieces, rank=0, store=self.store, part_bytes=part_bytes)
+        self.publisher = Publisher(self.pieces, rank=0, sink=self.store, part_bytes=part_bytes)
 
-    def bits(self) -> list[tuple[Piece, np.ndarray]]:
-        return [(piece, self.state[piece.name]) for piece in self.pieces]
+    def bits(self) -> ArrayBits:
+        return ArrayBits([(piece, self.state[piece.name]) for piece in self.pieces])
 
     def change(self, density: float = 0.1) -> None:
         self.state = {name: np.where(self.rng.random(len(bits)) < density, bits ^ np.uint16(1), bits) for name, bits in self.state.items()}

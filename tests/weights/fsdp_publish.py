@@ -51,7 +51,7 @@ def train(model: nn.Module) -> None:
 def publish_twice(model: nn.Module, *, rank: int, world: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     store = StoreTransport(folder / "weights")
-    publisher = Publisher(local_pieces(model, rank=rank, dtype="bfloat16"), rank=rank, store=store)
+    publisher = Publisher(local_pieces(model, rank=rank, dtype="bfloat16"), rank=rank, sink=store)
     for version, base in ((0, None), (1, 0)):
         publication = publisher.publish(local_bits(model, rank=rank, dtype="bfloat16"), version=version, base=base)
         (folder / f"rank{rank}-v{version}.json").write_text(json.dumps(publication.to_wire()))

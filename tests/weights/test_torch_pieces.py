@@ -5,7 +5,9 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.errors import NonFiniteError, WeightSyncError
+from asyncrl.weights.codec import word_dtype
 from asyncrl.weights.manifest import merge
+from asyncrl.weights.piece_bits import Span
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import Receiver, joined
 from asyncrl.weights.store import StoreTransport
@@ -43,7 +45,7 @@ def test_names_are_those_of_a_saved_checkpoint(tmp_path, tie):
 def test_a_delta_synced_model_equals_the_trained_one_rounded(tmp_path, tie, runtime):
     trained, engine = tiny_model(0, tie=tie), tiny_model(1, tie=tie, dtype=runtime)
     store = StoreTransport(tmp_path)
-    publisher = Publisher(local_pieces(trained, rank=0, dtype="bfloat16"), rank=0, store=store)
+    publisher = Publisher(local_pieces(trained, rank=0, dtype="bfloat16"), rank=0, sink=store)
     receiver = Receiver(memory_targets(checkpoint_tensors(engine)), source=store)
     receiver.apply(publish(trained, publisher, store, version=0, base=None))
     for version in range(1, 4):
@@ -67,7 +69,7 @@ def test_a_delta_synced_model_equals_the_trained_one_rounded(tmp_path, tie, runt
 def test_a_float32_publication_into_a_bf16_runtime_is_refused(tmp_path):
     trained, engine = tiny_model(0, tie=True), tiny_model(1, tie=True, dtype=torch.bfloat16)
     store = StoreTransport(tmp_path)
-    publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, store=store)
+    publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, sink=store)
     with pytest.raises(WeightSyncError, match="published as F32, which does not fit BF16"):
         Receiver(memory_targets(checkpoint_tensors(engine)), source=store).apply(
             publish(trained, publisher, store, version=0, base=None, dtype="float32"))
@@ -76,7 +78,7 @@ def test_a_float32_publication_into_a_bf16_runtime_is_refused(tmp_path):
 def test_a_float32_publication_keeps_every_bit(tmp_path):
     trained, engine = tiny_model(0, tie=True), tiny_model(1, tie=True)
     store = StoreTransport(tmp_path)
-    publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, store=store)
+    publisher = Publisher(local_pieces(trained, rank=0, dtype="float32"), rank=0, sink=store)
     anchor = publish(trained, publisher, store, version=0, base=None, dtype="float32")
     Receiver(memory_targets(checkpoint_tensors(engine)), source=store).apply(anchor)
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), engine.parameters(), strict=True))
@@ -92,11 +94,21 @@ class Odd(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 
+def staged(bits):
+    """Dtype and bits of every piece."""
+    found = {}
+    for number, piece in enumerate(bits.pieces):
+        out = np.empty(piece.length, word_dtype(piece.dtype))
+        bits.stage([Span(number, 0, piece.length)], out)
+        found[piece.name] = (piece.dtype, out.tolist())
+    return found
+
+
 def test_parameters_are_rounded_to_nearest_even_and_buffers_left_alone():
     # 1 + 2^-8 lies half-way between two bf16 neighbours and goes to the even one below, 1 + 3·2^-8 to the even one above
-    bits = {piece.name: (piece.dtype, values.tolist()) for piece, values in local_bits(Odd(), rank=0, dtype="bfloat16")}
-    assert bits == {"weight": ("BF16", [0x3F80, 0x3F80, 0x3F82, 0x8000]), "inv_freq": ("F32", [0x3F808000]), "steps": ("I64", [3]),
-                    "flags": ("BOOL", [1, 0])}
+    assert staged(local_bits(Odd(), rank=0, dtype="bfloat16")) == {
+        "weight": ("BF16", [0x3F80, 0x3F80, 0x3F82, 0x8000]), "inv_freq": ("F32", [0x3F808000]), "steps": ("I64", [3]),
+        "flags": ("BOOL", [1, 0])}
 
 
 def test_a_plain_model_is_published_by_rank_0_alone():
@@ -106,13 +118,15 @@ def test_a_plain_model_is_published_by_rank_0_alone():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
-def test_what_is_not_finite_as_published_is_not_published(value):
+def test_what_is_not_finite_as_published_is_not_published(tmp_path, value):
     # 3.4e38 is finite in float32 and rounds to infinity in bf16
     model = Odd()
     with torch.no_grad():
         model.weight[2] = value
-    with pytest.raises(NonFiniteError, match="weight holds a value"):
-        list(local_bits(model, rank=0, dtype="bfloat16"))
+    pieces = local_pieces(model, rank=0, dtype="bfloat16")
+    publisher = Publisher(pieces, rank=0, sink=StoreTransport(tmp_path))
+    with pytest.raises(NonFiniteError, match="weight holds a value that is not finite as BF16"):
+        publisher.publish(local_bits(model, rank=0, dtype="bfloat16"), version=0, base=None)
 
 
 def test_bits_share_the_memory_of_contiguous_tensors():

@@ -41,7 +41,7 @@ class Trained:
         self._dtype = dtype
         self._generator = torch.Generator().manual_seed(0)
         self._store = StoreTransport(store)
-        self._publisher = Publisher(local_pieces(self.model, rank=0, dtype=dtype), rank=0, store=self._store)
+        self._publisher = Publisher(local_pieces(self.model, rank=0, dtype=dtype), rank=0, sink=self._store)
 
     def change(self, density: float) -> None:
         with torch.no_grad():

@@ -1,0 +1,106 @@
+"""The bits published last, in one flat memory of the host, which a scan moves on to those that are published next. NumPy only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.weights import numpy_kernels
+from asyncrl.weights.codec import Bits
+from asyncrl.weights.encoder import Encoder, Found, Scratch, Undo
+from asyncrl.weights.piece_bits import PieceBits, Stretch
+
+
+class Snapshot(Protocol):
+    """Where the bits published last are kept, on the host or on a device."""
+
+    most_elements: int
+    """Of a stretch."""
+    at_once: int
+    """Stretches that `move` works on side by side."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the snapshot itself."""
+
+    def stage(self, bits: PieceBits, stretches: Sequence[Stretch]) -> None:
+        """Get the current bits of at most `at_once` stretches ready for `move`. Changes nothing that was published."""
+
+    def move(self, stretches: Sequence[Stretch]) -> list[Found]:
+        """Make the snapshot of what was staged equal to it; what that changed."""
+
+    def undo(self, stretch: Stretch, undo: Undo) -> None:
+        """Put back what `move` replaced."""
+
+    def fill(self, bits: PieceBits, stretch: Stretch) -> Bits:
+        """Take the current bits, whatever was held, and return them; they stay as they are until the snapshot moves."""
+
+    def read(self, stretch: Stretch) -> Bits:
+        """The bits held; they stay as they are until the snapshot moves."""
+
+
+class HostSnapshot:
+    """In the memory of the host, scanned by `threads` threads."""
+
+    most_elements = 1 << 22
+    """8 MB of bfloat16: what scanning needs beside it stays small, and it is about a millisecond's work."""
+
+    def __init__(self, nbytes: int, *, kernels: ModuleType = numpy_kernels, threads: int = 1) -> None:
+        self.at_once = threads
+        self._memory = np.zeros(nbytes, np.uint8)
+        self._kernels = kernels
+        self._encoders = [Encoder(kernels) for _ in range(threads)]
+        self._rooms = [Scratch() for _ in range(threads)]
+        self._staged: list[tuple[Bits, bool]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """See `Snapshot.nbytes`."""
+        return self._memory.nbytes
+
+    def stage(self, bits: PieceBits, stretches: Sequence[Stretch]) -> None:
+        """See `Snapshot.stage`."""
+        self._staged = [(staged(bits, stretch, room), bits.finite) for stretch, room in zip(stretches, self._rooms, strict=False)]
+
+    def move(self, stretches: Sequence[Stretch]) -> list[Found]:
+        """See `Snapshot.move`."""
+        mapped = self._pool.map if len(stretches) > 1 else map
+        return list(mapped(self._move, range(len(stretches)), stretches))
+
+    def undo(self, stretch: Stretch, undo: Undo) -> None:
+        """See `Snapshot.undo`."""
+        undo.apply(self.read(stretch), stretch, self._kernels)
+
+    def fill(self, bits: PieceBits, stretch: Stretch) -> Bits:
+        """See `Snapshot.fill`."""
+        memory = self.read(stretch)
+        bits.stage(stretch.spans, memory)
+        return memory
+
+    def read(self, stretch: Stretch) -> Bits:
+        """See `Snapshot.read`."""
+        assert stretch.place is not None
+        return self._memory[stretch.place:stretch.place + stretch.elements * stretch.word.itemsize].view(stretch.word)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.at_once, thread_name_prefix="publish")
+
+    def _move(self, number: int, stretch: Stretch) -> Found:
+        new, finite = self._staged[number]
+        return self._encoders[number].move(stretch, new=new, old=self.read(stretch), finite=finite)
+
+
+def staged(bits: PieceBits, stretch: Stretch, room: Scratch) -> Bits:
+    """The current bits of a stretch: in the trainer's memory where they lie there as published, else in `room`."""
+    view = bits.view(stretch.spans[0]) if len(stretch.spans) == 1 else None
+    if view is not None:
+        return view
+    out = room.words(stretch.elements, stretch.word)
+    bits.stage(stretch.spans, out)
+    return out
