@@ -57,15 +57,14 @@ class Publication:
         anchor = not self._ranks_hold_it or (every is not None and self._count % every == 0)
         return {"version": version, "base": None if anchor else self.last_version}
 
-    def must_begin_anew(self, replies: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a rank has lost its snapshot; then the next request is for an anchor."""
-        lost = any(reply == SNAPSHOT_LOST for reply in replies)
-        if lost:
-            self.lose_snapshot()
-        return lost
+    def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> bool:
+        """Make what the ranks answered visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError.
 
-    def commit(self, publications: Sequence[Mapping[str, Any]], *, version: int) -> None:
-        """Make what the ranks answered visible; deltas may follow once they have it as their snapshot. Raises WeightSyncError."""
+        False, and nothing is visible, where a rank has lost its snapshot: the next request is for an anchor.
+        """
+        if SNAPSHOT_LOST in publications:
+            self.lose_snapshot()
+            return False
         ranks = [RankPublication.from_wire(wire["publication"]) for wire in publications]
         predictions = [Prediction(**wire["predicted"]) if wire["predicted"] else None for wire in publications]
         manifest = merge(ranks, run_epoch=self.run_epoch, version=version, base=ranks[0].base)
@@ -73,6 +72,7 @@ class Publication:
         self._manifest, self._ranks_hold_it = manifest, False
         self.predicted_density = total_density(predictions)
         self._count += 1
+        return True
 
     def taken_up(self) -> None:
         """Every rank has the committed version as its snapshot."""

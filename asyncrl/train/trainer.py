@@ -175,11 +175,9 @@ class Trainer:
         while not self._publication.holds(self.version):
             try:
                 replies = await self._on_ranks("publish", self._publication.request(self.version))
-                if self._publication.must_begin_anew([reply.body for reply in replies]):
-                    continue
-                self._publication.commit([reply.body for reply in replies], version=self.version)
-                await self._on_ranks("committed", {"version": self.version})
-                self._publication.taken_up()
+                if self._publication.commit([reply.body for reply in replies], version=self.version):
+                    await self._on_ranks("committed", {"version": self.version})
+                    self._publication.taken_up()
             except ChildDied as death:
                 await self._recover(death)
         return self._publication.manifest
