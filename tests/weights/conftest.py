@@ -22,11 +22,11 @@ SHAPES = {"embed.weight": (40, 7), "norm.weight": (1,), "up.weight": (3, 5)}
 class Rig:
     """A publisher of one rank, its store, and state that changes at random."""
 
-    def __init__(self, root: Path, *, seed: int = 0, part_bytes: int = 1 << 20) -> None:
+    def __init__(self, root: Path, *, seed: int = 0, part_bytes: int = 1 << 20, store: StoreTransport | None = None) -> None:
         self.rng = np.random.default_rng(seed)
         self.pieces = [Piece(name=name, dtype="BF16", shape=shape, start=0, length=int(np.prod(shape))) for name, shape in SHAPES.items()]
         self.state = {piece.name: self.rng.integers(0, 65535, piece.length, dtype=np.uint16) for piece in self.pieces}
-        self.root, self.store = root, StoreTransport(root)
+        self.root, self.store = root, store or StoreTransport(root)
         self.publisher = Publisher(self.pieces, rank=0, sink=self.store, part_bytes=part_bytes)
 
     def bits(self) -> ArrayBits:
