@@ -111,6 +111,10 @@ class ChildEngine:
             raise AbortNotHonoured(f"engine {self.name} did not stop sampling: {error}") from error
         await self._until(lambda: self._messages >= messages)
 
+    async def fetch(self, manifest: Manifest) -> None:
+        """See `Engine.fetch`."""
+        await self._live_child().call("fetch", {"manifest": manifest.to_json()}, timeout_s=_CALL_TIMEOUT_S)
+
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""
         body = (await self._live_child().call("apply", {"manifest": manifest.to_json()}, timeout_s=_CALL_TIMEOUT_S)).body

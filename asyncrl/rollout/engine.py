@@ -157,6 +157,12 @@ class Engine(Protocol):
     async def pause(self, kind: Interruption) -> None:
         """Returns when no token can be sampled and every sampled one has been delivered. Raises AbortNotHonoured."""
 
+    async def fetch(self, manifest: Manifest) -> None:
+        """Pull and verify a version while sampling goes on, so that the pause covers the writing alone. Writes nothing.
+
+        Raises WrongBase or WeightSyncError; then, and without it, `apply` fetches.
+        """
+
     async def apply(self, manifest: Manifest) -> Ack:
         """Verify, then write the weights; only while paused. Raises WrongBase or WeightSyncError; the version stays then."""
 

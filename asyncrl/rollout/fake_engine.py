@@ -36,6 +36,10 @@ class Faults:
     logprob_offset: float = 0.0
     pause_s: float = 0.0
     """How long sampling goes on before a pause takes hold."""
+    fetch_s: float = 0.0
+    """How long a fetch takes."""
+    fetch_error: str = ""
+    """Text of the WeightSyncError that every fetch ends with."""
     apply_error: str = ""
     """Text of the WeightSyncError that every apply ends with; the version stays."""
     wrong_hash: bool = False
@@ -129,6 +133,14 @@ class FakeEngine:
                 await self._changed.wait_for(lambda: self._gone or not any(row.sampled_tokens for row in self._rows))
             self._check_alive()
         self._interrupted_tokens = sum(self._interrupt(row, kind) for row in list(self._rows))
+
+    async def fetch(self, manifest: Manifest) -> None:
+        """See `Engine.fetch`."""
+        self.calls.append(("fetch", manifest))
+        self._check_alive()
+        await asyncio.sleep(self.faults.fetch_s)
+        if self.faults.fetch_error:
+            raise WeightSyncError(self.faults.fetch_error)
 
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""

@@ -99,6 +99,13 @@ class InlineEngine:
         for row in self._wave.rows if self._wave else ():
             self._deliver(row)
 
+    async def fetch(self, manifest: Manifest) -> None:
+        """See `Engine.fetch`. Nothing is sampled meanwhile: there is one thread."""
+        self._check_alive()
+        if self._receiver is None or self._asleep:
+            raise WeightSyncError(f"engine {self.name} has no memory for weights: it was not started, or is asleep")
+        self._receiver.fetch(manifest)
+
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""
         self._check_alive()

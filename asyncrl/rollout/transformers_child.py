@@ -52,6 +52,7 @@ class _Child:
         routing = model_routing(model) if spec["has_experts"] else None
         self._weights = ReleasableWeights(model)
         self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.from_wire(spec["transport"])))
+        self._receiving = threading.Lock()
         self._asleep = False
         self._paused_at_s = time.monotonic()
         self.sampler = Sampler(model, eos_tokens=spec["eos_tokens"], limits=Limits(**spec["limits"]), seed=spec["seed"], emit=self._emit,
@@ -64,6 +65,9 @@ class _Child:
         """Answer one request; an error is the answer to the request that caused it."""
         if request.op == "chunks":
             self._stream.opened(request.id)
+            return
+        if request.op == "fetch":  # beside everything else: sampling, and the requests that come meanwhile
+            threading.Thread(target=self._fetch, args=(request,), name="fetch", daemon=True).start()
             return
         try:
             self._channel.reply(request.id, self._handlers[request.op](request))
@@ -95,14 +99,27 @@ class _Child:
         self.sampler.pause(Interruption(request.body["kind"]))
         return {"messages": self._stream.messages}
 
+    def _fetch(self, request: Request) -> None:
+        try:
+            with self._receiving:
+                if self._asleep:
+                    raise WeightSyncError("the engine is asleep: it has no memory for weights before it wakes")
+                self._receiver.fetch(Manifest.from_json(request.body["manifest"]))
+            self._channel.reply(request.id)
+        except ParentGone:
+            return  # the serving thread ends the process
+        except Exception as error:
+            self._channel.fail(request.id, error)
+
     def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self.sampler.paused:
             raise WeightSyncError("weights are applied only between pause and resume")
         if self._asleep:
             raise WeightSyncError("the engine is asleep: it has no memory for weights before it wakes")
         self.sampler.check_parked()
-        before = self._receiver.state_hash
-        state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
+        with self._receiving:
+            before = self._receiver.state_hash
+            state_hash = self._receiver.apply(Manifest.from_json(request.body["manifest"]))
         if state_hash != before:
             self.sampler.mark_stale()
         return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s,
@@ -119,9 +136,10 @@ class _Child:
             raise EngineError("the engine is asleep already")
         before_bytes = resident_bytes()
         freed_bytes = self.sampler.release_cache()
-        self._asleep = True
-        self._receiver.release("its memory was given back")
-        freed_bytes += self._weights.release()
+        with self._receiving:
+            self._asleep = True
+            self._receiver.release("its memory was given back")
+            freed_bytes += self._weights.release()
         release_free_memory()
         return {"freed_bytes": freed_bytes, "resident_bytes_before": before_bytes, "resident_bytes": resident_bytes()}
 

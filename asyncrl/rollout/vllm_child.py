@@ -152,8 +152,8 @@ class _Child:
         self._emissions: list[Emission] = []
         self.closing = False
         self._handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any]]]] = {
-            "requests": self._requests, "hold": self._hold, "pause": self._pause, "apply": self._apply, "resume": self._resume,
-            "health": self._health}
+            "requests": self._requests, "hold": self._hold, "pause": self._pause, "fetch": self._fetch, "apply": self._apply,
+            "resume": self._resume, "health": self._health}
 
     async def prepare(self, *, folder: str, transport: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
         """Record where weights land, prove it, and pause."""
@@ -215,6 +215,9 @@ class _Child:
         for job in self._running.values():
             job.kv_fresh |= recompute
         return {"messages": self._stream.messages}
+
+    async def _fetch(self, request: Request) -> Mapping[str, Any]:
+        return {}  # the worker fetches when it applies
 
     async def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self._paused:

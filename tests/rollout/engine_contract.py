@@ -89,6 +89,9 @@ class Rig:
     async def apply(self, version: int, base: int | None) -> Ack:
         return await self.engine.apply(dataclasses.replace(self.manifest(version, base), run_epoch=self.epoch))
 
+    async def fetch(self, version: int, base: int | None) -> None:
+        await self.engine.fetch(dataclasses.replace(self.manifest(version, base), run_epoch=self.epoch))
+
     async def write(self, prompt: NDArray[np.int32], sampling: Sampling, *, seed: int = 0, into: list[Chunk] | None = None) -> Written:
         """Run one request to its end; after an interruption send the prefix and the remaining budget again, as a session does."""
         chunks: list[Chunk] = [] if into is None else into
@@ -280,6 +283,21 @@ async def a_wrong_base_is_refused_and_the_version_stays(rig: Rig) -> None:
     assert written.spans[0][1] == 0
 
 
+async def fetching_beside_sampling_changes_nothing_before_it_is_applied(rig: Rig) -> None:
+    await rig.begin()
+    long, short = rig.start_long(Sampling(max_new_tokens=40))
+    await short
+    await rig.fetch(1, 0)
+    assert (await rig.engine.health()).version == 0
+    for one in await asyncio.gather(*long):
+        rig.check(one)
+        assert all((version, fresh) == (0, True) for _, version, fresh in one.spans)
+    assert (await rig.update(1, 0, Interruption.DRAIN)).state_hash == rig.manifest(1, 0).state_hash
+    written = await rig.write(rig.prompts[0], Sampling(max_new_tokens=5))
+    rig.check(written)
+    assert written.spans[0][1] == 1
+
+
 async def weights_are_refused_outside_a_pause(rig: Rig) -> None:
     await rig.begin()
     with pytest.raises(WeightSyncError, match="only between pause and resume"):
@@ -369,7 +387,7 @@ RULES = (
     recompute_goes_on_under_the_new_weights_alone, recompute_makes_kept_keys_fresh_again, a_version_applied_again_changes_nothing,
     drain_lets_running_requests_finish_and_starts_none,
     a_wrong_base_is_refused_and_the_version_stays, weights_are_refused_outside_a_pause, deltas_lead_to_the_state_of_a_fresh_load,
-    closing_the_iterator_cancels_the_request,
+    closing_the_iterator_cancels_the_request, fetching_beside_sampling_changes_nothing_before_it_is_applied,
 )
 """Every rule of one started engine."""
 

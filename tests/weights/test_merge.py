@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,13 +24,14 @@ def link(states: dict[str, tuple[np.ndarray, np.ndarray]], *, cuts: list[int], m
     entries, payloads, offset = [], [], 0
     for name, (old, new) in states.items():
         edges = [0, *sorted(set(cuts)), ELEMENTS]
-        for place, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
+        for place, (low, high) in enumerate(pairwise(edges)):
             indices = np.flatnonzero(old[low:high] != new[low:high])
             mode = modes[place % len(modes)]
             payloads.append(encode(new[low:high], indices, mode=mode))
-            entries.append(TensorEntry(name=name, dtype="BF16", shape=(ELEMENTS,), mode=mode, part=0, offset=offset, bytes=len(payloads[-1]),
+            size = len(payloads[-1])
+            entries.append(TensorEntry(name=name, dtype="BF16", shape=(ELEMENTS,), mode=mode, part=0, offset=offset, bytes=size,
                                        start=low, length=high - low, count=len(indices)))
-            offset += len(payloads[-1])
+            offset += size
     part = np.frombuffer(b"".join(payloads), np.uint8)
     manifest = Manifest(run_epoch=0, version=version, base=version - 1, parts=(Part(path="part", bytes=len(part), xxh3=""),),
                         tensors=tuple(entries), state_hash=0)
@@ -72,7 +74,8 @@ def test_the_union_is_what_applying_one_after_another_gives(chain):
 def test_a_value_that_comes_and_goes_is_named_once_with_its_last_bits():
     old, between = np.zeros(ELEMENTS, np.uint16), np.zeros(ELEMENTS, np.uint16)
     between[[3, 50]] = 7
-    links = [link({"a": (old, between)}, cuts=[], modes=["blk16"], version=1), link({"a": (between, old)}, cuts=[], modes=["bitmap"], version=2)]
+    links = [link({"a": (old, between)}, cuts=[], modes=["blk16"], version=1),
+             link({"a": (between, old)}, cuts=[], modes=["bitmap"], version=2)]
     ((entry, changes),) = merged_runs(links)
     assert (entry.start, entry.length) == (0, ELEMENTS)
     assert changes.indices.tolist() == [3, 50]
