@@ -385,10 +385,9 @@ RULES = (
     a_prompt_that_fills_the_context_is_refused, pause_delivers_every_token_and_lets_none_out,
     a_request_that_comes_while_paused_waits_for_resume, keep_goes_on_with_old_keys_and_says_so,
     recompute_goes_on_under_the_new_weights_alone, recompute_makes_kept_keys_fresh_again, a_version_applied_again_changes_nothing,
-    drain_lets_running_requests_finish_and_starts_none,
-    a_wrong_base_is_refused_and_the_version_stays, weights_are_refused_outside_a_pause, deltas_lead_to_the_state_of_a_fresh_load,
-    closing_the_iterator_cancels_the_request, fetching_beside_sampling_changes_nothing_before_it_is_applied,
-)
+    drain_lets_running_requests_finish_and_starts_none, a_wrong_base_is_refused_and_the_version_stays,
+    weights_are_refused_outside_a_pause, deltas_lead_to_the_state_of_a_fresh_load, closing_the_iterator_cancels_the_request,
+    fetching_beside_sampling_changes_nothing_before_it_is_applied)
 """Every rule of one started engine."""
 
 MODEL_RULES = (weights_that_break_the_logits_end_requests_without_a_made_up_logprob,)

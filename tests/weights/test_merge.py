@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.codec import EVERYWHERE, encode
+from asyncrl.weights.codec import EVERYWHERE
 from asyncrl.weights.manifest import Manifest, Part, TensorEntry
 from asyncrl.weights.merge import Link, merged_runs
+from tests.weights.codec_oracle import encode
 
 MODES = ("blk16", "bitmap", "dense")
 ELEMENTS = 60
