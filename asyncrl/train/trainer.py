@@ -34,11 +34,12 @@ from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.config import validated
 from asyncrl.train.correction_config import CorrectionConfig
 from asyncrl.train.export_form import ADAPTER_FOLDER, SHARD_BYTES, ExportDtype, ExportForm
-from asyncrl.train.history import History, Saving, restore_request
+from asyncrl.train.history import History, restore_request
 from asyncrl.train.nonfinite import NonfiniteLimit
 from asyncrl.train.publication import Publication
 from asyncrl.train.rank_group import RankGroup, start_ranks
 from asyncrl.train.rank_spec import RankSpec
+from asyncrl.train.saving import CheckpointSaving
 from asyncrl.types import Batch, Sequence
 from asyncrl.weights.config import WeightsConfig
 from asyncrl.weights.manifest import Manifest
@@ -87,7 +88,7 @@ class Trainer:
             require_peft()
         self.version = 0
         self._history = History()
-        self._saving: Saving | None = None
+        self._saving = CheckpointSaving(self._history)
         self._checkpointed = self._starts = self._restarts_in_row = 0
         self._nonfinite = NonfiniteLimit(self.config.trainer.max_nonfinite_steps)
         self._since_last_step = Metrics()
@@ -263,7 +264,7 @@ class Trainer:
         try:
             with suppress(AsyncRLError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_SAVING_S):
-                    await self._commit_saving(wait=True)
+                    await self._saving.commit(self._on_ranks, wait=True)
         finally:
             if self._ranks is not None:
                 await self._ranks.close()
@@ -342,20 +343,14 @@ class Trainer:
             self._publication.adopt([reply.body["hash_share"] for reply in replies])
 
     async def _begin_saving(self, folder: Path, state: bytes) -> None:
-        try:
-            with checkpoint_store.disk_errors_named(folder):
-                place = checkpoint_store.begin(folder)
-                replies = await self._call("save", {"folder": str(place)})
-        except BaseException:
-            checkpoint_store.abandon(folder)
-            raise
-        self._saving = Saving(folder, version=self.version, updates=replies[0].body["updates"], run_epoch=self._publication.run_epoch,
-                              state=state, model=replies[0].body.get("model", ""))
+        automatic = folder == checkpoint_folder(self._paths.checkpoints, self.version)
+        await self._saving.begin(folder, state, version=self.version, automatic=automatic, run_epoch=lambda: self._publication.run_epoch,
+                                 call=self._call)
 
     async def _settle(self, *, wait: bool) -> bool:
         """Make the checkpoint whole that is being written, once it is; whether one became whole. A death of ranks costs it."""
         try:
-            return await self._commit_saving(wait=wait)
+            return await self._saving.commit(self._on_ranks, wait=wait)
         except ChildDied as death:
             await self._recover(death)
             return False
@@ -363,30 +358,8 @@ class Trainer:
             self._give_up_saving()
             raise
 
-    async def _commit_saving(self, *, wait: bool) -> bool:
-        saving = self._saving
-        if saving is None:
-            return False
-        with checkpoint_store.disk_errors_named(saving.folder):
-            replies = [reply.body for reply in await self._on_ranks("saved", {"wait": wait})]
-            if not all(reply["done"] for reply in replies):
-                return False
-            saving.commit(replies)
-        self._saving = None
-        self._history_holds(saving)
-        return True
-
-    def _history_holds(self, saving: Saving) -> None:
-        automatic = saving.folder == checkpoint_folder(self._paths.checkpoints, saving.version)
-        if automatic or self._history.is_base(saving.folder):
-            self._history.rebase(saving.folder, saving.version)
-        if automatic:
-            self._history.keep(saving.folder)
-
     def _give_up_saving(self) -> None:
-        if self._saving is not None:
-            checkpoint_store.abandon(self._saving.folder)
-            self._saving = None
+        if self._saving.give_up():
             self._since_last_step.sum("train/lost_checkpoints/sum", 1)
 
     def _result(self, reply: Any, *, sampled_tokens: int) -> StepResult:
