@@ -26,8 +26,8 @@ from asyncrl.weights.transport import Buffer
 from benchmarks.weight_sync_models import CONFIGS, LARGE_ELEMENTS, QUICK, State, initial_state
 
 DENSITIES = (0.0005, 0.01, 0.03, 0.06, 0.1, 0.5, 1.0)
-INDEX_AND_VALUE_BYTES = 6.0
-"""Of an int32 index and a bfloat16 value, which others send for each change."""
+FEWEST_ROUNDS, ENOUGH_S = 3, 20.0
+"""Rounds that are always counted, and seconds after which no other is begun: NumPy takes half a minute where all of 0.5B changes."""
 
 
 class Nowhere:
@@ -89,7 +89,10 @@ def _at(state: State, density: float, copy_once: Callable[[], float], compiled: 
     ways = {"numpy": numpy_kernels} | ({"numba": compiled} if compiled is not numpy_kernels else {})
     detections = {name: Detection((state, neighbour), kernels=kernels, threads=threads) for name, kernels in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", *ways)}
+    ends_s = time.perf_counter() + ENOUGH_S
     for number in range(rounds + 1):
+        if number > FEWEST_ROUNDS and time.perf_counter() > ends_s:
+            break
         turn = {"copy": copy_once()} | {name: detection.once() for name, detection in detections.items()}
         if number:  # the first warms up
             for name, found in turn.items():

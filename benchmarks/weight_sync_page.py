@@ -11,8 +11,8 @@ from benchmarks.machine import ROOT
 PAGE = ROOT / "docs" / "weight_sync.md"
 BEGIN, END = "<!-- made by python -m benchmarks.weight_sync --page -->", "<!-- end of what is made -->"
 MODELS = ("0.6M", "135M", "0.5B")
-WAYS = {"delta": "delta", "int32": "int32 index and value, our routes, no proof", "vllm_sparse": "the same, vLLM's sparse loader",
-        "load": "whole file, the model's loader alone", "reload": "whole file, vLLM's `reload_weights`"}
+OTHERS = {"reload": "whole file, `reload_weights`", "load": "whole file, loader alone", "vllm_sparse": "vLLM's sparse loader",
+          "int32": "int32 and value"}
 
 
 def tables(results: Path) -> str:
@@ -34,30 +34,34 @@ def write(results: Path) -> None:
 
 
 def _encode(models: list[dict[str, Any]]) -> str:
-    rows = ["Detection and encoding, from published bits in memory to payloads in memory; share of the speed of `copy_`:", "",
-            "| model | changed | `copy_`, ms | numba, ms | share | NumPy, ms | share | bytes a change | of dense | modes |",
+    rows = ["Detection and encoding, from published bits in memory to payloads in memory, in ms, and its speed over that of `copy_`:", "",
+            "| model | changed | `copy_` | numba | share | NumPy | share | bytes a change | share of dense | modes |",
             "|---|---|---|---|---|---|---|---|---|---|"]
     for found in models:
         for row in found["densities"]:
-            fast = f"{row['numba']['seconds'] * 1e3:,.2f} | {row['numba']['share_of_copy']:.0%}" if "numba" in row else "|"
-            rows.append(f"| {found['model']} | {_percent(row['density'])} | {row['copy_s'] * 1e3:,.2f} | {fast} | "
-                        f"{row['numpy']['seconds'] * 1e3:,.2f} | {row['numpy']['share_of_copy']:.0%} | {row['bytes_per_change']:.2f} | "
-                        f"{_percent(row['share_of_dense'])} | {', '.join(row['modes'])} |")
+            fast = f"{_ms(row['numba']['seconds'])} | {row['numba']['share_of_copy']:.0%}" if "numba" in row else "|"
+            plain = f"{_ms(row['numpy']['seconds'])} | {row['numpy']['share_of_copy']:.0%}"
+            rows.append(f"| {found['model']} | {_percent(row['density'])} | {_ms(row['copy_s'])} | {fast} | {plain} | "
+                        f"{row['bytes_per_change']:.2f} | {_percent(row['share_of_dense'])} | {', '.join(row['modes'])} |")
     return "\n".join(rows)
 
 
 def _sync(models: list[dict[str, Any]]) -> str:
-    rows = ["Whole syncs into vLLM, from the trainer's float32 weights to the engine with an empty prefix cache:", "",
-            "| model | changed | way | publish, ms | fetch, ms | pause, ms | whole, ms | MB sent | delta is faster, times | in the pause |",
-            "|---|---|---|---|---|---|---|---|---|---|"]
+    rows = ["Whole syncs into vLLM, from the trainer's float32 weights to an engine with an empty prefix cache, in ms:", "",
+            "| model | changed | `copy_` | publish | fetch | pause | whole | MB sent | pause of whole |",
+            "|---|---|---|---|---|---|---|---|---|"]
     for found in models:
         for row in found["densities"]:
-            for name, way in row["ways"].items():
-                ratios = row["ratios"]
-                beside = f"{ratios[f'{name}_whole']:.1f} | {ratios[f'{name}_pause']:.1f}" if name != "delta" else "|"
-                rows.append(f"| {found['model']} | {_percent(row['density'])} | {WAYS[name]} | {way['publish_s'] * 1e3:,.1f} | "
-                            f"{way['fetch_s'] * 1e3:,.1f} | {way['pause_s'] * 1e3:,.1f} | {way['total_s'] * 1e3:,.1f} | "
-                            f"{way['sent_bytes'] / 1e6:,.2f} | {beside} |")
+            way = row["ways"]["delta"]
+            rows.append(f"| {found['model']} | {_percent(row['density'])} | {_ms(row['copy_s'])} | {_ms(way['publish_s'])} | "
+                        f"{_ms(way['fetch_s'])} | {_ms(way['pause_s'])} | {_ms(way['total_s'])} | {way['sent_bytes'] / 1e6:,.2f} | "
+                        f"{way['pause_share']:.0%} |")
+    rows += ["", "Times that the delta is faster, the whole sync / in the pause; below 1 it is slower:", "",
+             f"| model | changed | {' | '.join(OTHERS.values())} |", f"|---|---|{'---|' * len(OTHERS)}"]
+    for found in models:
+        for row in found["densities"]:
+            beside = " | ".join(f"{row['ratios'][f'{name}_whole']:.1f} / {row['ratios'][f'{name}_pause']:.1f}" for name in OTHERS)
+            rows.append(f"| {found['model']} | {_percent(row['density'])} | {beside} |")
     return "\n".join(rows)
 
 
@@ -70,3 +74,7 @@ def _where(found: dict[str, Any]) -> str:
 
 def _percent(share: float) -> str:
     return f"{share * 100:.3g}%"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
