@@ -26,7 +26,7 @@ from asyncrl.weights.transport import Buffer
 from benchmarks.weight_sync_models import CONFIGS, LARGE_ELEMENTS, QUICK, State, initial_state
 
 DENSITIES = (0.0005, 0.01, 0.03, 0.06, 0.1, 0.5, 1.0)
-FEWEST_ROUNDS, ENOUGH_S = 3, 20.0
+FEWEST_ROUNDS, ENOUGH_S = 2, 10.0
 """Rounds that are always counted, and seconds after which no other is begun: NumPy takes half a minute where all of 0.5B changes."""
 
 

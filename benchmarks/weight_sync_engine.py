@@ -18,14 +18,23 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from asyncrl.weights.ends import TransportSpec
-from asyncrl.weights.receiver import joined
+from asyncrl.weights.receiver import Receiver, joined
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import checkpoint_tensors
-from asyncrl.weights.vllm_plugin import EXTENSION
 from benchmarks.weight_sync_encode import copier
 from benchmarks.weight_sync_models import CONFIGS, QUICK, State, float32_model, initial_state, load
-from benchmarks.weight_sync_sides import Delta, IndexedDelta, Way, WholeFile, by_loading, by_reloading, through_routes, through_vllm, timed
+from benchmarks.weight_sync_sides import (
+    Delta,
+    IndexedDelta,
+    Way,
+    WholeFile,
+    by_loading,
+    by_reloading,
+    routed,
+    through_routes,
+    through_vllm,
+    timed,
+)
 
 STEPS = ("publish_s", "fetch_s", "pause_s")
 
@@ -37,19 +46,13 @@ class Engine:
         from vllm import LLM
 
         self._llm = LLM(str(folder), dtype="bfloat16", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, seed=0,
-                        worker_extension_cls=EXTENSION, disable_log_stats=True)
+                        disable_log_stats=True)
 
     @property
     def worker(self) -> Any:
         """What holds the model."""
         found = self._llm.collective_rpc(lambda worker: worker)
         return found[0]
-
-    def prepare(self, folder: Path, store: Path) -> None:
-        """Routes and base proof."""
-        answer, = self._llm.collective_rpc("asyncrl_prepare", args=(str(folder), TransportSpec(store).to_wire()))
-        if "error" in answer:
-            raise SystemExit(f"the engine refuses weight sync: {answer['error']['message']}")
 
     def places(self) -> list[int]:
         """Where its parameters lie."""
@@ -66,11 +69,12 @@ class Engine:
 
 def ways_of(trained: nn.Module, engine: Engine, *, root: Path, threads: int) -> dict[str, Way]:
     """Ours first: what the others write afterwards is what memory holds already, which costs them the same."""
-    worker = engine.worker
+    worker, store = engine.worker, StoreTransport(root / "store")
     model: nn.Module = worker.model_runner.get_model()
+    targets = routed(model, folder=root / "base")
     shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(trained).items()}
-    return {"delta": Delta(trained, worker.asyncrl_receiver, store=StoreTransport(root / "store"), threads=threads),
-            "int32": IndexedDelta(trained, file=root / "int32.safetensors", write=through_routes(model, folder=root / "base")),
+    return {"delta": Delta(trained, Receiver(targets, source=store), store=store, threads=threads),
+            "int32": IndexedDelta(trained, file=root / "int32.safetensors", write=through_routes(targets)),
             "vllm_sparse": IndexedDelta(trained, file=root / "sparse.safetensors", write=through_vllm(model, shapes)),
             "load": WholeFile(trained, file=root / "load" / "model.safetensors", read=by_loading(model)),
             "reload": WholeFile(trained, file=root / "reload" / "model.safetensors", read=by_reloading(worker))}
@@ -93,7 +97,6 @@ def measured(spec: Mapping[str, Any]) -> dict[str, Any]:
         make_folder(state, config, root / folder)
     engine = Engine(root / "base")
     torch.set_num_threads(spec["threads"])  # vLLM has a number of its own
-    engine.prepare(root / "base", root / "store")
     places = engine.places()
     ways, copy_once = ways_of(trained, engine, root=root, threads=spec["threads"]), copier(state)
     rows = []

@@ -99,5 +99,5 @@ def load(model: nn.Module, state: State) -> None:
 def _stepped(bits: Bits, density: float, random: np.random.Generator) -> Bits:
     dice = random.integers(0, 1 << 16, (2, len(bits)), dtype=np.uint16)
     chosen = dice[0] < round(density * (1 << 16)) if density < 1 else np.ones(len(bits), np.bool_)
-    step = np.where(dice[1] & 1, np.uint16(1), np.uint16(0xFFFF))
+    step = np.where((dice[1] & 1 != 0) | (bits & 0x7FFF == 0), np.uint16(1), np.uint16(0xFFFF))  # below 0 lies a NaN
     return np.where(chosen, bits + step, bits)

@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncrl.weights.base_proof import saved_tensors
+from asyncrl.weights.base_proof import prove_base, saved_tensors
 from asyncrl.weights.codec import Changes
 from asyncrl.weights.manifest import Manifest, TensorEntry, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.routed_target import RoutedTarget
 from asyncrl.weights.routes import record_routes
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_bits, local_pieces
@@ -145,9 +146,15 @@ def through_vllm(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Cal
     return write
 
 
-def through_routes(model: nn.Module, *, folder: Path) -> Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]:
+def routed(model: nn.Module, *, folder: Path) -> Mapping[str, RoutedTarget]:
+    """Where the tensors of the model's folder lie in the model, proved."""
+    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder))
+    prove_base(targets, folder=folder)
+    return targets
+
+
+def through_routes(targets: Mapping[str, RoutedTarget]) -> Callable[[Mapping[str, tuple[Tensor, Tensor]]], None]:
     """Our routes, without a proof of anything."""
-    targets: Mapping[str, Any] = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder))
 
     def write(changes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         for name, (indices, values) in changes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_a_neighbour_differs_in_about_that_share_of_values_by_one_step_of_the_gr
     neighbour = state.changed(density)
     assert state.density_to(neighbour) == pytest.approx(density, rel=0.1)
     steps = np.concatenate([(neighbour.bits[name] - bits).view(np.int16) for name, bits in state.bits.items()])
+    assert not any(((bits & 0x7F80) == 0x7F80).any() for bits in neighbour.bits.values())
     assert set(np.unique(steps).tolist()) == {-1, 0, 1} - ({0} if density == 1 else set())
 
 
@@ -61,6 +63,18 @@ def test_the_quick_profile_runs_and_writes_what_the_page_reads(tmp_path: Path, m
     assert max(row["share_of_dense"] for row in found["densities"]) <= 1
     monkeypatch.setattr(weight_sync_page, "MODELS", ("quick",))
     assert "| quick | 1" in weight_sync_page.tables(tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_every_way_brings_a_version_into_a_real_engine(tmp_path: Path) -> None:
+    """It ends with an audit of the engine's memory against what was published."""
+    found = weight_sync.run("benchmarks.weight_sync_engine", {"model": "quick", "root": str(tmp_path), "threads": 1, "rounds": 1,
+                                                              "densities": [0.01]})
+    [row] = found["densities"]
+    assert set(row["ways"]) == {"delta", "int32", "vllm_sparse", "load", "reload"}
+    assert row["ways"]["delta"]["sent_bytes"] < row["ways"]["int32"]["sent_bytes"] < row["ways"]["reload"]["sent_bytes"]
 
 
 def test_quick_results_are_not_kept() -> None:
