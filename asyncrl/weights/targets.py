@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.codec import Bits, Changes, payload_bytes, word_dtype
+from asyncrl.weights.codec import Bits, Changes, payload_bytes, put, take, word_dtype
 from asyncrl.weights.manifest import Manifest, TensorEntry
 
 _SHOWN = 3
@@ -76,18 +76,23 @@ class MemoryTarget:
     def read(self, entry: TensorEntry, changes: Changes) -> Bits:
         """See `Target.read`."""
         span = slice(entry.start, entry.start + entry.length)
-        if entry.dtype != self.dtype and np.any(self.memory.view("<u2")[0::2][span][changes.selection]):
+        if entry.dtype != self.dtype and np.any(take(self._lower_half[span], changes)):
             raise never_published(self.name, entry.dtype)
-        return self.view(entry.dtype)[span][changes.selection]
+        return take(self.view(entry.dtype)[span], changes)
 
     def write(self, entry: TensorEntry, changes: Changes) -> None:
         """See `Target.write`."""
         span = slice(entry.start, entry.start + entry.length)
-        self.view(entry.dtype)[span][changes.selection] = changes.values
+        put(self.view(entry.dtype)[span], changes)
         if entry.dtype != self.dtype:
-            self.memory.view("<u2")[0::2][span][changes.selection] = 0
+            self._lower_half[span][changes.selection] = 0
         if not np.array_equal(self.read(entry, changes), changes.values):
             raise not_held(self.name)
+
+    @property
+    def _lower_half(self) -> Bits:
+        """Of F32 memory: what BF16 has not."""
+        return self.memory.view("<u2")[0::2]
 
 
 def never_published(name: str, dtype: str) -> WeightSyncError:
