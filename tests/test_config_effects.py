@@ -117,8 +117,8 @@ FLIPS: dict[str, Flip] = {
         "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 64, "max_running_requests": 4, "kv_cache_tokens": 4096,
         "context_tokens": 32, "seed": 5}.items()},
     **{f"engine.vllm.{name}": flip(value, see.engine_spec) for name, value in {
-        "dtype": "bfloat16", "threads": 2, "max_batch_tokens": 512, "max_running_requests": 4, "kv_cache_bytes": 2**22,
-        "context_tokens": 32, "seed": 5}.items()},
+        "dtype": "bfloat16", "threads": 2, "tensor_parallel_size": 2, "max_batch_tokens": 512, "max_running_requests": 4,
+        "kv_cache_bytes": 2**22, "context_tokens": 32, "seed": 5}.items()},
     "sampling.temperature": flip(0.7, see.parts), "sampling.max_new_tokens": flip(5, see.parts),
     **{f"sampling.{name}": flip(value, see.parts) for name, value in {
         "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_new_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1,

@@ -123,6 +123,9 @@ class VLLMEngineConfig(Section):
     """Of weights, activations and the key-value cache. Logprobs are computed in float32 either way."""
     threads: Workers = 1
     """CPU threads of the forward; the loop that feeds it takes part of another core."""
+    tensor_parallel_size: Workers = 1
+    """Ranks that share each layer, each a process with `threads` threads, a part of the weights and a cache of `kv_cache_bytes`. The
+    model's attention heads must be a multiple. For models that one device cannot hold: ranks wait for each other twice a layer."""
     max_batch_tokens: int = Field(default=2048, ge=16)
     """Tokens of one forward; longer prompts are read in pieces of this size."""
     max_running_requests: int = Field(default=256, ge=1)

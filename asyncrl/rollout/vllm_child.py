@@ -12,7 +12,6 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from asyncrl.channel import CANCEL, CLOSE, Channel, ParentGone, Request
-from asyncrl.errors import ConfigError, EngineError, WeightSyncError, rebuild_error
+from asyncrl.errors import ConfigError, EngineError, WeightSyncError
 from asyncrl.process import peak_memory_bytes
 from asyncrl.rollout.chunk_stream import ChunkStream, Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.inbox import inbox_of
 from asyncrl.rollout.vllm_adapters import ServedAdapters
+from asyncrl.rollout.vllm_job import Job
 from asyncrl.types import NOT_SAMPLED, Status
+from asyncrl.weights.engine_ranks import EngineRanks
 from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.vllm_plugin import EXTENSION
 
@@ -44,32 +45,6 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 spinning, on cores the trainer could use. By its full name the other executor is taken as it is."""
 _QUIET_TICKS = 4
 """Turns of the loop without an output after which vLLM's output task, which yields once a turn while it has work, has none left."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request that has not ended."""
-
-    key: str
-    tokens: list[int]
-    params: SamplingParams
-    label: str = ""
-    """Of the version it started under."""
-    adapters: LoRARequest | None = None
-    """Of that version, where there are adapters."""
-    task: asyncio.Task[None] | None = None
-    started: int = 0
-    """How often it was given to vLLM."""
-    sent: int = 0
-    """Tokens emitted so far."""
-    stamps: list[tuple[str, int]] = field(default_factory=list)
-    """(version label, tokens emitted under it)."""
-    kv_fresh: bool = True
-
-    @property
-    def request_id(self) -> str:
-        """Its id in vLLM, where ids are not used twice."""
-        return f"{self.key}.{self.started}"
 
 
 def serve(channel: Channel, spec: Mapping[str, Any]) -> None:
@@ -100,7 +75,7 @@ async def _serve(channel: Channel, spec: Mapping[str, Any]) -> None:
 def _start(spec: Mapping[str, Any]) -> AsyncLLM:
     """vLLM with nothing left to its defaults that could change what is sampled or how its logprobs are given."""
     on_cpu = current_platform.is_cpu()
-    executor = {"distributed_executor_backend": IN_PROCESS} if on_cpu else {}
+    executor = {"distributed_executor_backend": IN_PROCESS} if on_cpu and spec["arguments"]["tensor_parallel_size"] == 1 else {}
     arguments = AsyncEngineArgs(
         model=spec["folder"], logprobs_mode="processed_logprobs", generation_config="vllm", enable_prefix_caching=True,
         enforce_eager=on_cpu, disable_log_stats=True, worker_extension_cls=EXTENSION, **executor, **spec["arguments"])
@@ -140,6 +115,7 @@ class _Child:
     def __init__(self, channel: Channel, engine: AsyncLLM, *, eos_tokens: list[int], adapters: ServedAdapters | None) -> None:
         self._channel, self._stream, self._engine, self._eos_tokens = channel, ChunkStream(channel), engine, eos_tokens
         self._adapters = adapters
+        self._ranks = EngineRanks(self._ask)
         self._version: int | None = None
         self._label = ""
         self._why_no_version = "none has been applied"
@@ -147,9 +123,10 @@ class _Child:
         self._pause_kind = Interruption.DRAIN
         self._paused_at_s = time.monotonic()
         self._recomputed_tokens = 0
-        self._waiting: dict[str, _Job] = {}
-        self._running: dict[str, _Job] = {}
+        self._waiting: dict[str, Job] = {}
+        self._running: dict[str, Job] = {}
         self._emissions: list[Emission] = []
+        self._fetches: set[asyncio.Task[None]] = set()
         self.closing = False
         self._handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any]]]] = {
             "requests": self._requests, "hold": self._hold, "pause": self._pause, "fetch": self._fetch, "apply": self._apply,
@@ -157,14 +134,21 @@ class _Child:
 
     async def prepare(self, *, folder: str, transport: Mapping[str, Any], lora: Mapping[str, Any] | None) -> None:
         """Record where weights land, prove it, and pause."""
-        await self._worker("asyncrl_prepare", folder, transport, lora)
+        await self._ranks.prepare(folder, transport=transport, lora=lora)
         await self._engine.pause_generation(mode="keep", clear_cache=False)
 
     async def handle(self, request: Request) -> None:
         """Answer one request; an error is the answer to the request that caused it."""
         if request.op == "chunks":
             self._stream.opened(request.id)
-            return
+        elif request.op == "fetch":  # requests go on beside it
+            task = asyncio.create_task(self._answer(request))
+            self._fetches.add(task)
+            task.add_done_callback(self._fetches.discard)
+        else:
+            await self._answer(request)
+
+    async def _answer(self, request: Request) -> None:
         try:
             self._channel.reply(request.id, await self._handlers[request.op](request))
         except (ParentGone, asyncio.CancelledError):
@@ -186,7 +170,7 @@ class _Child:
         tokens, start = request.arrays["tokens"].tolist(), 0
         for key, length, budget, temperature, stop, kept_set, _ in request.body["new"]:
             params = sampling_params(budget=budget, temperature=temperature, stop=stop, kept_set=kept_set, eos_tokens=self._eos_tokens)
-            self._waiting[key] = _Job(key, tokens[start:start + length], params)
+            self._waiting[key] = Job(key, tokens[start:start + length], params)
             start += length
         self._start_waiting()
         cancelled = [job for key in request.body["cancelled"] if (job := self._forget(key)) is not None]
@@ -217,7 +201,9 @@ class _Child:
         return {"messages": self._stream.messages}
 
     async def _fetch(self, request: Request) -> Mapping[str, Any]:
-        return {}  # the worker fetches when it applies
+        async with asyncio.timeout(request.deadline_s):
+            await self._ranks.fetch(Manifest.from_json(request.body["manifest"]))
+        return {}
 
     async def _apply(self, request: Request) -> Mapping[str, Any]:
         if not self._paused:
@@ -226,12 +212,13 @@ class _Child:
         if self._adapters is not None and any(job.sent and job.label != _label(manifest) for job in self._running.values()):
             raise WeightSyncError("a running request keeps the adapters it began with: pause with recompute or drain")
         place = self._adapters.folder_of(_label(manifest)) if self._adapters else ""
+        async with asyncio.timeout(request.deadline_s):
+            await self._ranks.fetch(manifest)
         try:
-            state_hash = (await self._worker("asyncrl_apply", request.body["manifest"], place))["state_hash"]
+            state_hash = await self._ranks.apply(manifest, adapters=place)
         except Exception:
-            state = await self._worker("asyncrl_state")
-            if state["version"] != self._version:
-                self._version, self._why_no_version = None, state["poisoned"] or "an update changed the weights and did not end well"
+            if self._ranks.version != self._version:
+                self._version, self._why_no_version = None, self._ranks.why_none
             raise
         await self._label_weights(manifest)
         return {"state_hash": state_hash, "pause_s": time.monotonic() - self._paused_at_s, "recomputed_tokens": self._recomputed_tokens}
@@ -263,17 +250,13 @@ class _Child:
         return {}
 
     async def _health(self, request: Request) -> Mapping[str, Any]:
-        state = await self._worker("asyncrl_state")
         return {"version": NOT_SAMPLED if self._version is None else self._version,
                 "running_requests": self._engine.get_num_unfinished_requests() + len(self._waiting),
-                "peak_memory_bytes": state["peak_memory_bytes"] + peak_memory_bytes()}
+                "peak_memory_bytes": await self._ranks.peak_memory_bytes() + peak_memory_bytes()}
 
-    async def _worker(self, method: str, *arguments: Any) -> Mapping[str, Any]:
-        """What the worker's extension answers. Raises the worker's own error."""
-        answer, = await self._engine.collective_rpc(method, args=arguments)
-        if "error" in answer:
-            raise rebuild_error(answer["error"], where="vLLM's worker")
-        return answer
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """What the extension of each worker answers."""
+        return list(await self._engine.collective_rpc(method, args=arguments))
 
     def _start_waiting(self) -> None:
         if not self._held:
@@ -281,13 +264,13 @@ class _Child:
             for job in waiting.values():
                 self._begin(job)
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         job.label, job.kv_fresh, job.started = self._label, True, job.started + 1
         job.adapters = self._adapters and self._adapters.request
         self._running[job.key] = job
         job.task = asyncio.create_task(self._generate(job))
 
-    async def _generate(self, job: _Job) -> None:
+    async def _generate(self, job: Job) -> None:
         prompt = {"prompt_token_ids": job.tokens, "cache_salt": job.label}
         try:
             async for output in self._engine.generate(prompt, job.params, job.request_id, lora_request=job.adapters):
@@ -297,17 +280,17 @@ class _Child:
         except Exception as error:
             self._end(job, Status.ENGINE_ERROR, " ".join(f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e is not None))
 
-    def _finish(self, job: _Job, output: CompletionOutput) -> None:
+    def _finish(self, job: Job, output: CompletionOutput) -> None:
         """The one output of a request: all it wrote. Raises EngineError."""
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended the request with {output.finish_reason!r}")
         if self._emit(job, list(output.token_ids), output.logprobs):
-            _check_stamps(job, output)
+            job.check_stamps(output)
             self._end(job, Status(output.finish_reason))
         else:
             self._end(job, Status.NONFINITE_LOGPROB)
 
-    def _emit_partial(self, job: _Job) -> bool:
+    def _emit_partial(self, job: Job) -> bool:
         """Emit what a running request has written; whether it goes on and has written. The one place that reads vLLM's own states."""
         states = self._engine.output_processor
         state = states.request_states[states.external_req_ids[job.request_id][0]]
@@ -321,7 +304,7 @@ class _Child:
                 self._end(job, Status.NONFINITE_LOGPROB)
         return goes_on and job.sent > 0
 
-    def _emit(self, job: _Job, tokens: list[int], logprobs: FlatLogprobs | None) -> bool:
+    def _emit(self, job: Job, tokens: list[int], logprobs: FlatLogprobs | None) -> bool:
         """Emit what is new in `tokens`; False when a logprob is no number, and only what comes before it was emitted."""
         if logprobs is None or len(logprobs.logprobs) != len(tokens):
             raise EngineError(f"vLLM gave {len(tokens)} tokens and {'no' if logprobs is None else len(logprobs.logprobs)} logprobs")
@@ -333,7 +316,7 @@ class _Child:
             job.sent += count
         return count == len(new)
 
-    def _end(self, job: _Job, finish: Status, error: str = "") -> None:
+    def _end(self, job: Job, finish: Status, error: str = "") -> None:
         self._running.pop(job.key, None)
         self._put(Emission(job.key, (), (), job.kv_fresh, finish, error))
 
@@ -347,10 +330,10 @@ class _Child:
         emissions, self._emissions = self._emissions, []
         self._stream.send(emissions, version=self._version)
 
-    def _forget(self, key: str) -> _Job | None:
+    def _forget(self, key: str) -> Job | None:
         return self._running.pop(key, None) if self._waiting.pop(key, None) is None else None
 
-    async def _stop(self, jobs: list[_Job]) -> None:
+    async def _stop(self, jobs: list[Job]) -> None:
         """Abort requests; returns when vLLM has forgotten them."""
         tasks = [job.task for job in jobs if job.task is not None]
         for task in tasks:
@@ -384,13 +367,3 @@ def sampling_params(*, budget: int, temperature: float, stop: list[str], kept_se
         bad_words=None, allowed_token_ids=None, logprobs=0, flat_logprobs=True, detokenize=bool(stop), skip_special_tokens=False,
         skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _check_stamps(job: _Job, output: CompletionOutput) -> None:
-    """Raise EngineError unless vLLM's own record says that the versions we stamped wrote the tokens."""
-    record = [(span.version, span.end - span.start) for span in output.weight_versions or () if span.end > span.start]
-    ours: list[tuple[str, int]] = []
-    for label, count in job.stamps:
-        ours = [*ours[:-1], (label, ours[-1][1] + count)] if ours and ours[-1][0] == label else [*ours, (label, count)]
-    if record != ours:
-        raise EngineError(f"tokens were stamped with {ours}, vLLM's record is {record}")

@@ -41,6 +41,7 @@ class VLLMEngine(ChildEngine):
                 "arguments": {
             "dtype": config.dtype, "max_model_len": facts.context_tokens, "max_num_seqs": config.max_running_requests,
             "max_num_batched_tokens": config.max_batch_tokens, "kv_cache_memory_bytes": config.kv_cache_bytes, "seed": config.seed or 0,
+            "tensor_parallel_size": config.tensor_parallel_size,
             **_adapter_arguments(adapters)}}
         capabilities = config.capabilities(context_tokens=facts.context_tokens).serving(adapters)
         super().__init__(name, capabilities=capabilities, facts=facts,

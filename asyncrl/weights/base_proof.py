@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weights.codec import EVERYWHERE
+from asyncrl.weights.manifest import TensorEntry
 from asyncrl.weights.routed_target import RoutedTarget
 from asyncrl.weights.torch_pieces import DTYPE_NAMES
 
@@ -40,30 +42,41 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def saved_values(folder: Path, names: Collection[str]) -> Iterator[tuple[str, Tensor, Path]]:
+    """The folder's values of `names`, one at a time, each with its file."""
+    for path in _files(folder):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  no mapping
+                if name in names:
+                    yield name, file.get_tensor(name), path
+
+
 def prove_base(targets: Mapping[str, RoutedTarget], *, folder: Path) -> int:
     """Compare every element behind `targets` with the folder's value, cast to the runtime dtype; returns how many were compared.
 
     Raises WeightSyncError naming the first tensor that differs in one bit: its route is wrong, or the model holds something else.
     """
-    compared = 0
-    for path in _files(folder):
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  no mapping
-                if name in targets:
-                    compared += _compare(targets[name], file.get_tensor(name), path)
-    return compared
+    return sum(_compare(targets[name], saved, path) for name, saved, path in saved_values(folder, targets.keys()))
 
 
 def _compare(target: RoutedTarget, saved: Tensor, path: Path) -> int:
-    flat = saved.reshape(-1)
+    flat, compared = saved.reshape(-1), 0
     for start in range(0, len(flat), _CHUNK):
-        expected = flat[start:start + _CHUNK].to(_DTYPES[target.dtype])
-        words = target.words(start, len(expected)).cpu()
-        differs = words != expected.view(words.dtype)
-        if differs.any():
-            raise WeightSyncError(f"{target.name}: {int(differs.sum())} values in the runtime model are not those of {path.name}, "
-                                  f"the first at flat index {start + int(differs.nonzero()[0, 0])}")
-    return len(flat)
+        length = min(_CHUNK, len(flat) - start)
+        chunk = TensorEntry(name=target.name, dtype=target.dtype, shape=target.shape, mode="dense", part=0, offset=0, bytes=0,
+                            start=start, length=length, count=length)
+        for run, chosen in target.here(chunk, EVERYWHERE):
+            expected = flat[run.start:run.start + run.length]
+            places = torch.arange(run.length) if chosen.indices is None else torch.from_numpy(chosen.indices)
+            expected = expected[places].to(_DTYPES[target.dtype])
+            words = target.words(run, chosen).cpu()
+            differs = words != expected.view(words.dtype)
+            if differs.any():
+                first = run.start + int(places[differs.nonzero()[0, 0]])
+                raise WeightSyncError(f"{target.name}: {int(differs.sum())} values in the runtime model are not those of {path.name}, "
+                                      f"the first at flat index {first}")
+            compared += len(words)
+    return compared
 
 
 def _files(folder: Path) -> list[Path]:

@@ -59,12 +59,12 @@ def _merged(found: list[tuple[Link, TensorEntry]]) -> Iterator[Run]:
             if place not in decoded:
                 link, entry = found[place]
                 decoded[place] = link.changes(entry)
-        layers = [_within(decoded[place], low - found[place][1].start, high - low) for place in covering]
+        layers = [within(decoded[place], low - found[place][1].start, high - low) for place in covering]
         entry = found[covering[-1]][1]
         yield dataclasses.replace(entry, start=low, length=high - low), _union(layers, length=high - low)
 
 
-def _within(changes: Changes, start: int, length: int) -> Changes:
+def within(changes: Changes, start: int, length: int) -> Changes:
     """Those of the elements start … start + length of a run, counted from there."""
     if changes.indices is None:
         return Changes(None, changes.values[start:start + length])

@@ -157,6 +157,10 @@ class Receiver:
         self._targets = dict(targets)
         self._held, self._fetched, self._poisoned = None, None, self._poisoned or "the model's memory was exchanged"
 
+    def poison(self, why: str) -> None:
+        """Hold no version from now on, though memory was written well: something that belongs to it was not. An anchor is needed."""
+        self._held, self._fetched, self._poisoned = None, None, why
+
     def audit(self) -> Shares:
         """Hash all of the model's memory anew. Raises WeightSyncError, and is poisoned, when it is not what was applied."""
         held = self._held

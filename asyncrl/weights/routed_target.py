@@ -2,23 +2,28 @@
 
 A fused projection, a shard of rows or columns and a padded vocabulary are all boxes: n-dimensional blocks that are strided both in the flat
 checkpoint tensor and in a runtime storage. Values move as integers of the element's width, so a NaN keeps its payload and −0.0 its sign,
-on whatever device the memory is. The cost is that of the elements named; one contiguous run of both is a slice.
+on whatever device the memory is. The cost is that of the elements named; what is one contiguous run at runtime is a slice.
+
+Elements of a box are counted in the order of the checkpoint, so that "those of a run" is an interval of that count.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.codec import Bits, Changes
+from asyncrl.weights.codec import EVERYWHERE, Bits, Changes
 from asyncrl.weights.manifest import TensorEntry
+from asyncrl.weights.merge import within
 from asyncrl.weights.targets import fits, never_published, not_held
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,8 +61,38 @@ class Box:
 
     @property
     def is_run(self) -> bool:
-        """Whether both blocks are one contiguous run."""
-        return len(self.sizes) == 1 and self.checkpoint.strides == self.runtime.strides == (1,)
+        """Whether the checkpoint's block is one contiguous run."""
+        return _contiguous(self.sizes, self.checkpoint.strides)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the elements, in the checkpoint's order, are one contiguous run at runtime."""
+        return _contiguous(self.sizes, self.runtime.strides)
+
+    def before(self, index: int) -> int:
+        """How many elements have a flat checkpoint index below `index`."""
+        rest, count = index - self.checkpoint.offset, 0
+        if rest <= 0:
+            return 0
+        inner = self.elements
+        for size, stride in zip(self.sizes, self.checkpoint.strides, strict=True):
+            inner //= size
+            whole = min(rest // stride, size)
+            count, rest = count + whole * inner, rest - whole * stride
+            if whole == size:
+                return count
+        return count + (rest > 0)
+
+    def indices(self, first: int, last: int) -> NDArray[np.int64]:
+        """[last − first] flat checkpoint indices of the elements counted `first` … `last`."""
+        inner, step = self.sizes[-1], self.checkpoint.strides[-1]
+        rows = np.arange(first // inner, -(-last // inner))
+        starts = np.full(len(rows), self.checkpoint.offset)
+        for size, stride in zip(self.sizes[-2::-1], self.checkpoint.strides[-2::-1], strict=True):
+            rows, coordinates = np.divmod(rows, size)
+            starts += coordinates * stride
+        found = (starts[:, None] + np.arange(inner) * step).reshape(-1)
+        return found[first % inner:][:last - first]
 
     def places(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """For flat checkpoint indices [k]: which the box holds [k] bool, and where in `memory` [k] int64 (meaningless for the others)."""
@@ -114,7 +149,7 @@ def overlapping(blocks: list[tuple[tuple[int, ...], Layout]]) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedTarget:
-    """A target whose elements lie in the boxes' memories; together they hold each element once. See `Target`."""
+    """A target whose elements, or this rank's share of them, lie in the boxes' memories, each in one place. See `Target`."""
 
     name: str
     shape: tuple[int, ...]
@@ -125,17 +160,27 @@ class RoutedTarget:
         """See `Target.accepts`."""
         return fits(dtype, self.dtype)
 
-    def here(self, entry: TensorEntry, changes: Changes) -> Iterable[tuple[TensorEntry, Changes]]:
-        """See `Target.here`."""
-        return ((entry, changes),)
+    def here(self, entry: TensorEntry, changes: Changes) -> Iterator[tuple[TensorEntry, Changes]]:
+        """See `Target.here`; box by box. A shard of rows is a shorter run, one of columns has indices."""
+        for box in self.boxes:
+            first, last = box.before(entry.start), box.before(entry.start + entry.length)
+            if first == last:
+                continue
+            if box.is_run:
+                run = dataclasses.replace(entry, start=box.checkpoint.offset + first, length=last - first)
+                found = within(changes, run.start - entry.start, run.length)
+            else:
+                run, found = entry, _chosen(changes, box, first, last, start=entry.start)
+            if found.indices is None or len(found.indices):
+                yield run, found
 
-    def words(self, start: int, length: int) -> Tensor:
-        """[length] raw bits, as signed integers, of the elements from flat index `start` on."""
-        return self._gather(start, length, None)
+    def words(self, entry: TensorEntry, changes: Changes) -> Tensor:
+        """[k] raw bits at runtime, as signed integers, of what `here` gave."""
+        return self._gather(entry.start, entry.length, changes.indices)
 
     def read(self, entry: TensorEntry, changes: Changes) -> Bits:
         """See `Target.read`."""
-        words = self._gather(entry.start, entry.length, changes.indices)
+        words = self.words(entry, changes)
         if entry.dtype != self.dtype:
             if (words & _LOW_HALF).any():
                 raise never_published(self.name, entry.dtype)
@@ -149,11 +194,11 @@ class RoutedTarget:
         words = torch.from_numpy(values.view(f"<i{values.itemsize}")).to(self._memory.device)
         if entry.dtype != self.dtype:
             words = words.to(torch.int32) << _BF16_BITS
-        run = self._run(entry.start, entry.length)
-        if run is not None and changes.indices is None:
+        run, chosen = self._slice(entry.start, entry.length, changes.indices)
+        if run is not None and chosen is None:
             run.copy_(words)
         elif run is not None:
-            run.index_copy_(0, self._indices(entry.start, entry.length, changes.indices) - entry.start, words)
+            run.index_copy_(0, chosen, words)
         else:
             indices = self._indices(entry.start, entry.length, changes.indices)
             for box in self.boxes:
@@ -166,32 +211,55 @@ class RoutedTarget:
     def _memory(self) -> Tensor:
         return self.boxes[0].memory
 
-    def _gather(self, start: int, length: int, relative: np.ndarray | None) -> Tensor:
-        run = self._run(start, length)
-        if run is not None and relative is None:
-            return run
-        indices = self._indices(start, length, relative)
+    def _gather(self, start: int, length: int, relative: NDArray[np.int64] | None) -> Tensor:
+        run, chosen = self._slice(start, length, relative)
         if run is not None:
-            return run.index_select(0, indices - start)
+            return run if chosen is None else run.index_select(0, chosen)
+        indices = self._indices(start, length, relative)
         words = torch.empty(len(indices), dtype=self._memory.dtype, device=self._memory.device)
         for box in self.boxes:
             held, positions = box.places(indices)
             words[held] = box.memory.index_select(0, positions[held])
         return words
 
-    def _run(self, start: int, length: int) -> Tensor | None:
-        """The elements as a slice of memory, where they are one."""
+    def _slice(self, start: int, length: int, relative: NDArray[np.int64] | None) -> tuple[Tensor | None, Tensor | None]:
+        """A slice of memory that holds the elements, where one does, and which of it they are; None: all."""
         for box in self.boxes:
-            first = start - box.checkpoint.offset
-            if box.is_run and first >= 0 and first + length <= box.elements:
-                return box.memory[box.runtime.offset + first:][:length]
-        return None
+            first, last = box.before(start), box.before(start + length)
+            run = box.memory[box.runtime.offset + first:][:last - first] if box.is_packed else None
+            if run is not None and last - first == length:
+                return run, None if relative is None else self._indices(0, length, relative)
+            if run is not None and relative is not None and len(relative) == last - first and np.array_equal(
+                    relative + start, box.indices(first, last)):
+                return run, None
+        return None, None
 
-    def _indices(self, start: int, length: int, relative: np.ndarray | None) -> Tensor:
+    def _indices(self, start: int, length: int, relative: NDArray[np.int64] | None) -> Tensor:
         device = self._memory.device
         if relative is None:
             return torch.arange(start, start + length, device=device)
         return torch.from_numpy(np.ascontiguousarray(relative)).to(device) + start
+
+
+def _chosen(changes: Changes, box: Box, first: int, last: int, *, start: int) -> Changes:
+    """Those of the changes of a run from flat index `start` on that are elements `first` … `last` of the box."""
+    if changes is EVERYWHERE:
+        return Changes(box.indices(first, last) - start, changes.values)
+    if changes.indices is None:
+        indices = box.indices(first, last) - start
+        return Changes(indices, changes.values[indices])
+    held = box.places(torch.from_numpy(changes.indices + start))[0].numpy()
+    return Changes(changes.indices[held], changes.values[held])
+
+
+def _contiguous(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a block in row-major order is one run."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _nested(dimensions: list[tuple[int, int]]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,8 @@ from asyncrl.process import die_with_parent, peak_memory_bytes
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from asyncrl.lora_config import LoRA
-    from asyncrl.weights.receiver import Receiver
-    from asyncrl.weights.targets import MemoryTarget
+    from asyncrl.weights.manifest import Manifest
+    from asyncrl.weights.rank_sync import Adapters, RankSync, RecordedModel
 
 VARIABLE = "ASYNCRL_VLLM"
 """Set, to anything, in the environment of every vLLM process that is ours."""
@@ -46,79 +45,106 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods of a vLLM worker. Each returns a dict of plain values; a failure is `{"error": describe_error(…)}`, never raised."""
+    """Methods of a vLLM worker; `EngineRanks` calls them on every rank. Each returns a dict of plain values; a failure is
+    `{"error": describe_error(…)}`, never raised."""
 
     model_runner: Any
     vllm_config: Any
     device: Any
-    asyncrl_receiver: Receiver | None = None
-    asyncrl_adapters: tuple[LoRA, Mapping[str, Tensor]] | None = None
-    """Which adapters, and what they hold as received; the engine loads them from a folder, under another name for every version."""
+    rank: int
+    asyncrl_recorded: RecordedModel | None = None
+    asyncrl_sync: RankSync | None = None
+    asyncrl_adapters: Adapters | None = None
+    """What versions hold beside the model; the engine loads them from a folder, under another name for every version."""
 
-    def asyncrl_prepare(self, folder: str, transport: Mapping[str, Any], lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Find where each tensor of the model folder lies and prove that it holds the folder's value. Writes nothing.
+    def asyncrl_record(self, folder: str) -> dict[str, Any]:
+        """Find where each tensor of the model folder lies. Writes nothing.
 
-        Gives `tensors` and `elements` that can be written, and the names the model's loader skips (`skipped`). Fails on engines whose
-        weights cannot be patched in place: several ranks, quantised, offloaded, packed, or with mixtures of experts on a CPU. With `lora`,
-        the fields of a `LoRA`, versions hold adapters beside the model.
+        Gives what is `placed` here, element by element; `whole`, the tensors that have no route and why; all `names` of the folder. Fails
+        on engines whose weights cannot be patched in place: quantised, offloaded, packed, with mixtures of experts on a CPU, or with
+        ranks that are not tensor parallel.
         """
-        return _answer(lambda: self._asyncrl_prepare(Path(folder), transport, lora))
+        return _answer(lambda: self._asyncrl_record(Path(folder)))
 
-    def asyncrl_apply(self, manifest_json: str, adapters: str = "") -> dict[str, Any]:
-        """Bring the model to a published version; gives its `state_hash`. Fails as `Receiver.apply` does.
+    def asyncrl_bind(self, folder: str, transport: Mapping[str, Any], plan: list[Any],
+                     lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Prove that what is held is the folder's, and be ready for versions of the transport (`TransportSpec.to_wire`).
 
-        The version's adapters, where there are some, are written to the folder `adapters`.
+        `plan` is a `TensorPlan`. With `lora`, the fields of a `LoRA`, versions hold adapters beside the model. Gives how many
+        `elements` were compared.
         """
-        return _answer(lambda: self._asyncrl_apply(manifest_json, adapters))
+        return _answer(lambda: self._asyncrl_bind(Path(folder), transport, plan, lora))
+
+    def asyncrl_fetch(self, manifest_json: str) -> dict[str, Any]:
+        """Begin to fetch a version in a thread; returns at once."""
+        return _answer(lambda: {"begun": self._asyncrl_ready().fetch(_manifest(manifest_json))})
+
+    def asyncrl_fetched(self, manifest_json: str) -> dict[str, Any]:
+        """`shares` of the state hash that the version would give, by class; None while it is being fetched. Fails as `RankSync.fetched`."""
+        return _answer(lambda: {"shares": self._asyncrl_ready().fetched(_manifest(manifest_json))})
+
+    def asyncrl_apply(self, manifest_json: str, adapters: str = "", predicted: int | None = None) -> dict[str, Any]:
+        """Bring this rank to a published version; gives its `state_hash`. Fails as `RankSync.apply` does.
+
+        The version's adapters, where there are some, are written to the folder `adapters`, by the first rank.
+        """
+        return _answer(lambda: self._asyncrl_apply(_manifest(manifest_json), Path(adapters), predicted))
+
+    def asyncrl_poison(self, why: str) -> dict[str, Any]:
+        """Hold no version until an anchor: another rank failed to write this one's."""
+        return _answer(lambda: {"poisoned": self._asyncrl_ready().receiver.poison(why)})
 
     def asyncrl_state(self) -> dict[str, Any]:
         """`version` and `state_hash` (None before the first version and while poisoned), `poisoned` and `peak_memory_bytes`."""
-        receiver = self.asyncrl_receiver
+        receiver = self.asyncrl_sync and self.asyncrl_sync.receiver
         return {"version": receiver and receiver.version, "state_hash": receiver and receiver.state_hash,
                 "poisoned": receiver.poisoned if receiver else "", "peak_memory_bytes": peak_memory_bytes()}
 
-    def _asyncrl_prepare(self, folder: Path, transport: Mapping[str, Any], lora: Mapping[str, Any] | None) -> dict[str, Any]:
-        from asyncrl.weights.base_proof import prove_base, saved_tensors
-        from asyncrl.weights.ends import TransportSpec, source_of
-        from asyncrl.weights.receiver import Receiver
-        from asyncrl.weights.routes import record_routes
+    def _asyncrl_record(self, folder: Path) -> dict[str, Any]:
+        from asyncrl.weights.rank_sync import RecordedModel
 
         _die_with_starter()  # a forked worker inherits that plugins were loaded, and never loads them itself
         model = self.model_runner.get_model()
         _refuse_unpatchable(model, config=self.vllm_config, device=self.device)
-        tensors = saved_tensors(folder)
-        with _without_lora_layers(model):
-            targets = record_routes(model, load=model.load_weights, tensors=tensors)
-        elements = prove_base(targets, folder=folder)
-        room = self._asyncrl_room(folder, lora) if lora else {}
-        self.asyncrl_receiver = Receiver({**targets, **room}, source=source_of(TransportSpec.from_wire(transport)))
-        return {"tensors": len(targets), "elements": elements, "skipped": [name for name in tensors if name not in targets]}
 
-    def _asyncrl_room(self, folder: Path, settings: Mapping[str, Any]) -> dict[str, MemoryTarget]:
-        """Memory that receives adapters, in the dtype of the engine."""
-        import torch
+        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            with _without_lora_layers(model):
+                model.load_weights(tensors)
 
-        from asyncrl.adapters import adapter_shapes
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        self.asyncrl_recorded = recorded = RecordedModel(model, load=load, folder=folder, ranks=ranks)
+        return {"placed": {name: placement.to_plain() for name, placement in recorded.placements.items()}, "whole": dict(recorded.whole),
+                "names": recorded.names}
+
+    def _asyncrl_bind(self, folder: Path, transport: Mapping[str, Any], plan: list[Any], lora: Mapping[str, Any] | None) -> dict[str, Any]:
         from asyncrl.lora_config import LoRA
-        from asyncrl.weights.torch_pieces import memory_targets
+        from asyncrl.weights.ends import TransportSpec, source_of
+        from asyncrl.weights.rank_classes import TensorPlan
+        from asyncrl.weights.rank_sync import Adapters
 
-        lora = LoRA.model_validate(settings)
-        held = {name: torch.zeros(shape, dtype=self.vllm_config.model_config.dtype) for name, shape in adapter_shapes(folder, lora).items()}
-        self.asyncrl_adapters = lora, held
-        return memory_targets(held)
+        if self.asyncrl_recorded is None:
+            raise WeightSyncError("what lies where was not recorded")
+        if lora is not None:
+            self.asyncrl_adapters = Adapters(LoRA.model_validate(lora), folder=folder, dtype=self.vllm_config.model_config.dtype)
+        self.asyncrl_sync = self.asyncrl_recorded.bind(TensorPlan.from_plain(plan), rank=self.rank, adapters=self.asyncrl_adapters,
+                                                       source=source_of(TransportSpec.from_wire(transport)))
+        return {"elements": self.asyncrl_sync.elements}
 
-    def _asyncrl_apply(self, manifest_json: str, adapters: str) -> dict[str, Any]:
-        from asyncrl.weights.manifest import Manifest
-
-        if self.asyncrl_receiver is None:
-            raise WeightSyncError("the engine was not prepared for weight sync")
-        state_hash = self.asyncrl_receiver.apply(Manifest.from_json(manifest_json))
-        if self.asyncrl_adapters is not None:
-            from asyncrl.adapters import save_adapters
-
-            lora, held = self.asyncrl_adapters
-            save_adapters(held, Path(adapters), config=lora, base=self.vllm_config.model_config.model)
+    def _asyncrl_apply(self, manifest: Manifest, adapters: Path, predicted: int | None) -> dict[str, Any]:
+        state_hash = self._asyncrl_ready().apply(manifest, predicted=predicted)
+        if self.asyncrl_adapters is not None and self.rank == 0:
+            self.asyncrl_adapters.save(adapters, base=self.vllm_config.model_config.model)
         return {"state_hash": state_hash}
+
+    def _asyncrl_ready(self) -> RankSync:
+        if self.asyncrl_sync is None:
+            raise WeightSyncError("the engine was not prepared for weight sync")
+        return self.asyncrl_sync
+
+
+def _manifest(text: str) -> Manifest:
+    from asyncrl.weights.manifest import Manifest
+    return Manifest.from_json(text)
 
 
 @contextmanager
@@ -166,9 +192,9 @@ def _keep_weights_unpacked() -> None:
 
 def _refuse_unpatchable(model: nn.Module, *, config: Any, device: Any) -> None:
     """Raise WeightSyncError for an engine whose weights are elsewhere, or in another form, than its loader put them."""
-    ranks = config.parallel_config.world_size_across_dp
-    if ranks > 1:
-        raise WeightSyncError(f"the engine has {ranks} ranks; weight sync writes to engines of one")
+    ranks, parallel = config.parallel_config.world_size_across_dp, config.parallel_config.tensor_parallel_size
+    if ranks != parallel:
+        raise WeightSyncError(f"the engine has {ranks} ranks, {parallel} of them tensor parallel; weight sync knows no other kind")
     if config.quant_config is not None:
         raise WeightSyncError(f"the engine is quantised ({config.quant_config.get_name()}): packed weights and scales cannot be patched")
     for name, module in model.named_modules():

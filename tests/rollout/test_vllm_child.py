@@ -117,13 +117,17 @@ def story(vllm_child: ModuleType, engine_made: Callable[[], ScriptedEngine], ste
 
     async def main() -> tuple[ScriptedEngine, Sent]:
         engine, sent = engine_made(), Sent()
-        versions = {"version": None}
+        held = {"version": None, "state_hash": None, "poisoned": ""}
 
-        def apply(text: str, adapters: str) -> dict[str, Any]:
-            versions["version"] = Manifest.from_json(text).version
-            return {"state_hash": 1}
+        def apply(text: str, adapters: str, predicted: int) -> dict[str, Any]:
+            held.update(version=Manifest.from_json(text).version, state_hash=predicted)
+            return {"state_hash": predicted}
 
-        engine.worker = {"asyncrl_apply": apply, "asyncrl_state": lambda: versions | {"poisoned": "", "peak_memory_bytes": 0}}
+        engine.worker = {
+            "asyncrl_fetch": lambda text: {"begun": None},
+            "asyncrl_fetched": lambda text: {"shares": {"": Manifest.from_json(text).state_hash}},
+            "asyncrl_apply": apply, "asyncrl_state": lambda: held | {"peak_memory_bytes": 0},
+            "asyncrl_poison": lambda why: held.update(version=None, state_hash=None, poisoned=why) or {}}
         child = vllm_child._Child(sent, engine, eos_tokens=[1], adapters=None)
 
         async def call(op: str, body: dict[str, Any] | None = None, **arrays: Any) -> Any:
@@ -209,11 +213,50 @@ def test_a_request_without_a_token_starts_again_under_the_new_version(vllm_child
     assert [(version, tokens, row[2]) for version, tokens, row in sent.rows] == [(1, [3], True), (1, [], True)]
 
 
+def test_requests_are_served_while_a_version_is_fetched(vllm_child: ModuleType) -> None:
+    seen: list[Any] = []
+
+    async def update(call, engine: ScriptedEngine) -> None:
+        looked = asyncio.Event()
+        fetched = engine.worker["asyncrl_fetched"]
+        engine.worker["asyncrl_fetched"] = lambda text: looked.set() or {"shares": None}
+        fetch = asyncio.create_task(call("fetch", {"manifest": manifest(1)}))
+        await looked.wait()
+        row = ["1", 2, 5, 1.0, [], [1.0, 0, 0.0], [False, False]]
+        seen.append(await call("requests", {"new": [row], "cancelled": []}, tokens=np.array([7, 8], np.int32)))
+        await asyncio.sleep(0)
+        seen.append([request_id for request_id, _ in engine.prompts])
+        seen.append(await fetch)  # no answer yet: the fetch goes on beside
+        engine.worker["asyncrl_fetched"] = fetched
+        await call("pause", {"kind": "keep"})
+        seen.append(await call("apply", {"manifest": manifest(1)}))
+        await call("resume")
+
+    engine, _ = story(vllm_child, lambda: ScriptedEngine(finished={
+        "0.2": output([3], spans=[("0.1", 0, 1)]), "1.2": output([3], spans=[("0.1", 0, 1)])}), update)
+    assert seen[:3] == [{}, ["0.1", "1.1"], None]
+    assert seen[3]["state_hash"] == 1
+    assert engine.labels == ["0.0", "0.1"]
+
+
+def test_a_fetch_that_fails_says_so_in_its_class_and_leaves_the_version(vllm_child: ModuleType) -> None:
+    answers: list[Any] = []
+
+    async def update(call, engine: ScriptedEngine) -> None:
+        engine.worker["asyncrl_fetched"] = lambda text: {"error": describe_error(WrongBase("version 7 builds on 6"))}
+        await call("fetch", {"manifest": manifest(7)})
+        answers.append(await call("health"))
+
+    _, sent = story(vllm_child, lambda: ScriptedEngine(finished={"0.1": output([3], spans=[("0.0", 0, 1)])}), update)
+    assert [type(answer) for answer in sent.answers.values()].count(WrongBase) == 1
+    assert answers[0]["version"] == 0
+
+
 def test_a_refused_update_keeps_the_version_and_the_errors_class(vllm_child: ModuleType) -> None:
     answers: list[Any] = []
 
     async def update(call, engine: ScriptedEngine) -> None:
-        engine.worker["asyncrl_apply"] = lambda text, adapters: {"error": describe_error(WrongBase("version 7 builds on 6"))}
+        engine.worker["asyncrl_fetched"] = lambda text: {"error": describe_error(WrongBase("version 7 builds on 6"))}
         await call("pause", {"kind": "keep"})
         answers.append(await call("apply", {"manifest": manifest(7)}))
         answers.append(await call("resume"))
@@ -231,8 +274,8 @@ def test_weights_whose_version_is_not_known_are_not_sampled_from(vllm_child: Mod
     async def update(call, engine: ScriptedEngine) -> None:
         apply = engine.worker["asyncrl_apply"]
 
-        def written_but_lost(text: str, adapters: str) -> dict[str, Any]:
-            apply(text, adapters)
+        def written_but_lost(text: str, adapters: str, predicted: int) -> dict[str, Any]:
+            apply(text, adapters, predicted)
             raise RuntimeError("the answer was lost")
 
         engine.label_fails = failure == "the label"

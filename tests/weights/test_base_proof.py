@@ -34,7 +34,7 @@ def test_a_model_that_holds_the_folders_values_in_its_own_dtype_passes(saved, dt
     folder, tensors = saved
     model = Fused(dtype)
     model.load_weights(tensors.items())
-    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder))
+    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder)).routed
     assert prove_base(targets, folder=folder) == 24
 
 
@@ -46,7 +46,7 @@ def test_one_bit_of_difference_is_found_and_named(saved, dtype, row, column, val
     folder, tensors = saved
     model = Fused(dtype)
     model.load_weights(tensors.items())
-    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder))
+    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder)).routed
     model.both.data[row, column] = value
     with pytest.raises(WeightSyncError, match=reason):
         prove_base(targets, folder=folder)

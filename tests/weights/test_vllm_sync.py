@@ -28,59 +28,81 @@ def environment(**more: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | more
 
 
-def sync(folder: Path, architecture: str, tie: str, dtype: str, **variables: str) -> dict:
+def sync(folder: Path, architecture: str, tie: str, dtype: str, ranks: int = 1, unrouted: str = "routed", **variables: str) -> dict:
     """What the engine's script saw."""
-    done = subprocess.run([sys.executable, HERE / "vllm_sync.py", folder, architecture, tie, dtype], capture_output=True, text=True,
-                          timeout=TIMEOUT_S, env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **variables))
+    done = subprocess.run([sys.executable, HERE / "vllm_sync.py", folder, architecture, tie, dtype, str(ranks), unrouted],
+                          capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind",
+                                          VLLM_WORKER_MULTIPROC_METHOD="fork", VLLM_ALLOW_INSECURE_SERIALIZATION="1", **variables))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"tie": tie, "architecture": architecture}
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))  # ranks report their end after it
+    return json.loads(line) | {"tie": tie, "architecture": architecture, "ranks": ranks, "unrouted": unrouted}
 
 
-@pytest.fixture(scope="module", params=[("qwen3", "tied", "bfloat16"), ("qwen3", "untied", "float32"), ("llama", "tied", "float32"),
-                                        ("llama", "untied", "bfloat16")], ids="-".join)
+MATRIX = [
+    ("qwen3", "tied", "bfloat16", 1, "routed"), ("qwen3", "untied", "float32", 1, "routed"),
+    ("llama", "tied", "float32", 1, "unrouted"), ("llama", "untied", "bfloat16", 1, "routed"),
+    ("qwen3", "tied", "bfloat16", 2, "routed"), ("llama", "untied", "float32", 2, "unrouted")]
+"""Every value of every axis, and both ties and both dtypes with one rank and with two; what has no route, with either number of ranks."""
+
+
+@pytest.fixture(scope="module", params=MATRIX, ids=lambda row: "-".join(map(str, row)))
 def seen(request, tmp_path_factory):
     return sync(tmp_path_factory.mktemp("vllm"), *request.param, **OURS)
 
 
+UNROUTED = ("model.layers.0.self_attn.o_proj.weight", "model.norm.weight")
+
+
 def test_the_base_is_proved_and_recording_writes_nothing(seen):
     per_layer = 11 if seen["architecture"] == "qwen3" else 9
-    assert seen["prepared"]["tensors"] == 2 + 2 * per_layer + (seen["tie"] == "untied")
+    whole = UNROUTED if seen["unrouted"] == "unrouted" else ()
+    assert seen["prepared"]["tensors"] == 2 + 2 * per_layer + (seen["tie"] == "untied") - len(whole)
     assert seen["prepared"]["skipped"] == []
+    assert sorted(seen["prepared"]["whole"]) == sorted(whole)
+    assert all("passes it through other memory (aten.clone" in reason for reason in seen["prepared"]["whole"].values())
     assert not seen["recording_changed"]
     assert seen["tied"] is (seen["tie"] == "tied")
-    assert (seen["first"]["version"], seen["first"]["state_hash"], seen["first"]["poisoned"]) == (None, None, "")
+    assert [(state["version"], state["state_hash"], state["poisoned"]) for state in seen["first"]] == [(None, None, "")] * seen["ranks"]
 
 
-def test_an_anchor_and_deltas_give_what_a_fresh_load_holds_and_says(seen):
-    assert [answer["state_hash"] for answer in seen["applied"]] == seen["published"][:-1]
-    assert [answer["audit"] for answer in seen["applied"]] == seen["published"][:-1]
+def test_an_anchor_and_twenty_deltas_give_what_a_fresh_load_holds_and_says(seen):
+    assert len(seen["applied"]) == 1 + 20 - 2  # an anchor, and deltas of which three were written as one
+    assert [answer["state_hash"] for answer in seen["applied"]] == seen["published"]
+    assert [answer["audit"] for answer in seen["applied"]] == seen["published"]
+    assert seen["modes"] == ["bitmap", "blk16", "dense"]
     assert seen["last"]["state_hash"] == seen["last"]["audit"] == seen["last"]["published"]
     assert seen["checksums"] == seen["fresh_checksums"]
+    assert len(seen["checksums"]) == seen["ranks"]
     assert seen["greedy"] == seen["fresh_greedy"] != seen["before"]
 
 
 def test_a_wrong_base_is_refused_and_changes_nothing(seen):
-    assert [seen[step]["kind"] for step in ("no_anchor", "wrong_base")] == ["WrongBase", "WrongBase"]
-    assert seen["anything_changed"]
+    assert seen["wrong_base"]["kind"] == "WrongBase"
     assert not seen["wrong_base_changed"]
 
 
-def test_a_write_that_fails_half_way_poisons_until_an_anchor(seen):
-    assert seen["torn"]["kind"] == "MemoryError"
+def test_a_fetch_writes_nothing(seen):
+    assert seen["fetched"] == {"state_hash": None}
+    assert not seen["fetch_changed"]
+
+
+def test_a_write_that_one_rank_does_not_finish_poisons_all_until_an_anchor(seen):
+    assert "MemoryError: torn at" in seen["torn"]["message"]
     assert seen["torn_changed"]
-    assert (seen["poisoned"]["version"], seen["poisoned"]["state_hash"]) == (None, None)
-    assert seen["poisoned"]["poisoned"] == "writing version 4 did not finish"
-    assert seen["refused"]["kind"] == "WrongBase"
-    assert "an anchor is needed" in seen["refused"]["message"]
+    assert [(state["version"], state["state_hash"], state["poisoned"]) for state in seen["poisoned"]] == [
+        (None, None, "writing version 21 did not finish")] * seen["ranks"]
     assert "state_hash" in seen["healed"]
-    assert (seen["state"]["version"], seen["state"]["poisoned"]) == (6, "")
-    assert seen["state"]["peak_memory_bytes"] > 100e6
+    assert [(state["version"], state["poisoned"]) for state in seen["states"]] == [(22, "")] * seen["ranks"]
+    assert all(state["peak_memory_bytes"] > 100e6 for state in seen["states"])
 
 
 def test_a_folder_with_other_values_is_refused_by_the_base_proof(seen):
     assert seen["other_folder"]["kind"] == "WeightSyncError"
     assert "values in the runtime model are not those of model.safetensors" in seen["other_folder"]["message"]
-    assert seen["own_folder"] == seen["prepared"]
+    prepared = seen["prepared"]
+    assert seen["own_folder"]["tensors"] == prepared["tensors"] + len(prepared["whole"])
+    assert (seen["own_folder"]["elements"] == prepared["elements"]) is (seen["unrouted"] == "routed")
 
 
 def test_an_engine_that_was_not_prepared_says_so(seen):

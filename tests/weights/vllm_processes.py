@@ -12,6 +12,7 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from asyncrl.weights.ends import TransportSpec
+from asyncrl.weights.engine_ranks import EngineRanks
 from asyncrl.weights.vllm_plugin import EXTENSION
 
 
@@ -29,7 +30,8 @@ async def main() -> None:
     folder = sys.argv[1]
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
         model=folder, dtype="bfloat16", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, worker_extension_cls=EXTENSION))
-    (answer,) = await engine.collective_rpc("asyncrl_prepare", args=(folder, TransportSpec(Path(folder).parent / "store").to_wire()))
+    ranks = EngineRanks(lambda method, arguments: engine.collective_rpc(method, args=arguments))
+    answer = await ranks.prepare(folder, transport=TransportSpec(Path(folder).parent / "store").to_wire())
     print("\n" + json.dumps({"answer": answer, "processes": processes()}), flush=True)
     await asyncio.Event().wait()
 

@@ -1,14 +1,18 @@
-"""The engine of `test_vllm_sync`: one vLLM model in this process, synced from a transformers model; prints what it saw as JSON.
+"""The engine of `test_vllm_sync`: one vLLM model, synced from a transformers model; prints what it saw as JSON.
 
-Run as FOLDER ARCHITECTURE TIED DTYPE. Without the plugin's variable it only prepares.
+Run as FOLDER ARCHITECTURE TIED DTYPE RANKS UNROUTED. With one rank it is in this process. Without the plugin's variable it only prepares.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import json
 import os
 import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +22,10 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from asyncrl.weights.ends import TransportSpec
+from asyncrl.weights.engine_ranks import EngineRanks
 from asyncrl.weights.manifest import Manifest, merge
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.receiver import joined
@@ -29,7 +35,10 @@ from asyncrl.weights.torch_pieces import local_bits, local_pieces
 from asyncrl.weights.vllm_plugin import EXTENSION, VARIABLE
 from tests.tiny_model import make_tiny_model
 
-DENSITIES = (0.0, 0.002, 0.3, 1.0)
+DENSITIES = (0.0, 0.002, 0.3, 1.0, 0.05, 0.5, 0.01, 0.2, 0.001, 0.9, 0.03, 1.0, 0.004, 0.06, 0.4, 0.002, 0.1, 0.0, 0.7, 0.02)
+"""Of 20 deltas, from nothing to everything: each of the three encodings several times."""
+MISSED = {7, 8}
+"""Versions the engine is not told of: it comes to version 9 in one update."""
 PROMPT = [2, 12, 3, 14]
 
 
@@ -56,6 +65,9 @@ class Trained:
         self._publisher.committed(version)
         return manifest
 
+    def manifest(self, version: int) -> Manifest:
+        return self._store.manifest(version)
+
     def anchor(self) -> Manifest:
         manifest = merge([self._publisher.anchor()], run_epoch=0, version=self._publisher.version, base=None)
         self._store.commit(manifest)
@@ -68,23 +80,39 @@ class Trained:
 
 
 class Engine:
-    """vLLM in this process, and what its one worker answers."""
+    """vLLM, and what its workers answer."""
 
-    def __init__(self, folder: Path, *, dtype: str) -> None:
+    def __init__(self, folder: Path, *, dtype: str, ranks: int) -> None:
         self._llm = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, seed=0,
-                        enable_prefix_caching=False, worker_extension_cls=EXTENSION, disable_log_stats=True)
+                        enable_prefix_caching=False, worker_extension_cls=EXTENSION, disable_log_stats=True, tensor_parallel_size=ranks)
+        self._ranks = EngineRanks(self._ask)
 
-    def ask(self, method: str, *args: str) -> Any:
-        (answer,) = self._llm.collective_rpc(method, args=args)
-        return answer
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc(method, args=arguments)
+
+    def on_each(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(work, args=arguments)
+
+    def prepare(self, folder: Path, *, transport: dict[str, Any]) -> dict[str, Any]:
+        return attempt(self._ranks.prepare(str(folder), transport=transport))
+
+    def fetch(self, manifest: Manifest) -> dict[str, Any]:
+        return attempt(self._ranks.fetch(manifest))
+
+    def apply(self, manifest: Manifest) -> dict[str, Any]:
+        return attempt(self._ranks.apply(manifest))
+
+    def states(self) -> list[dict[str, Any]]:
+        return self._llm.collective_rpc("asyncrl_state")
+
+    def checksums(self) -> list[dict[str, str]]:
+        return self._llm.collective_rpc("compute_weight_checksums")
 
     def audit(self) -> int:
-        (found,) = self._llm.collective_rpc(lambda worker: worker.asyncrl_receiver.audit())
-        return joined([found])
+        return joined(self.on_each(lambda worker: worker.asyncrl_sync.receiver.audit()))
 
     def tied(self) -> bool:
-        model = self._llm.apply_model(lambda model: model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr())
-        return model[0]
+        return all(self.on_each(shares_the_head))
 
     def greedy(self) -> list[Any]:
         sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2, detokenize=False)
@@ -97,16 +125,44 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
-def failing_at(number: int) -> Any:
-    """Let the writes before the `number`-th happen."""
-    write, calls = RoutedTarget.write, []
+def attempt(work: Coroutine[Any, Any, Any]) -> dict[str, Any]:
+    """What came of it; of an error, its class and message."""
+    try:
+        found = asyncio.run(work)
+    except Exception as error:
+        return {"kind": type(error).__name__, "message": str(error)}
+    return found if isinstance(found, dict) else {"state_hash": found}
 
-    def torn(target: RoutedTarget, entry: Any, changes: Any) -> None:
-        calls.append(target.name)
-        if len(calls) == number:
-            raise MemoryError(f"torn at {target.name}")
-        write(target, entry, changes)
-    return patch.object(RoutedTarget, "write", torn)
+
+def tear(worker: Any, number: int) -> None:
+    """On the last rank let the writes before the `number`-th happen, and no later one."""
+    if worker.rank == worker.vllm_config.parallel_config.tensor_parallel_size - 1:
+        worker.whole_write, calls = RoutedTarget.write, []
+
+        def torn(target: RoutedTarget, entry: Any, changes: Any) -> None:
+            calls.append(target.name)
+            if len(calls) == number:
+                raise MemoryError(f"torn at {target.name}")
+            worker.whole_write(target, entry, changes)
+        RoutedTarget.write = torn
+
+
+def mend(worker: Any) -> None:
+    RoutedTarget.write = getattr(worker, "whole_write", RoutedTarget.write)
+
+
+def shares_the_head(worker: Any) -> bool:
+    model = worker.model_runner.get_model()
+    return model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def compute_on_the_way(worker: Any) -> None:
+    """Let the loader of a norm and of a sharded projection clone what it is given, as one that computes with it does."""
+    model = worker.model_runner.get_model().model
+    for parameter in (model.norm.weight, model.layers[0].self_attn.o_proj.weight):
+        load = getattr(parameter, "weight_loader", default_weight_loader)
+        changed = partial(lambda load, parameter, loaded, *more: load(parameter, loaded.clone(), *more), load)
+        setattr(parameter, "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader", changed)
 
 
 def packs_small_weights() -> bool:
@@ -115,60 +171,67 @@ def packs_small_weights() -> bool:
         return utils.check_cpu_sgl_kernel(32, 32, torch.bfloat16)
 
 
-def without_traceback(answer: dict[str, Any]) -> dict[str, Any]:
-    return {key: answer["error"][key] for key in ("kind", "message")} if "error" in answer else answer
-
-
 def synced(engine: Engine, trained: Trained, root: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {"unprepared": without_traceback(engine.ask("asyncrl_apply", "{}")), "first": engine.ask("asyncrl_state"),
-                            "tied": engine.tied(), "before": engine.greedy()}
-    loaded = engine.ask("compute_weight_checksums")
-    seen["prepared"] = engine.ask("asyncrl_prepare", str(root / "base"), TransportSpec(root / "store").to_wire())
-    seen["recording_changed"] = engine.ask("compute_weight_checksums") != loaded
+    transport = TransportSpec(folder=root / "store").to_wire()
     manifests = [trained.publish(0, base=None)]
+    seen: dict[str, Any] = {"unprepared": engine.apply(manifests[0]), "first": engine.states(), "tied": engine.tied(),
+                            "before": engine.greedy()}
+    loaded = engine.checksums()
+    seen["prepared"] = engine.prepare(root / "base", transport=transport)
+    seen["recording_changed"] = engine.checksums() != loaded
+    seen["applied"] = [engine.apply(manifests[0]) | {"audit": engine.audit()}]
     for version, density in enumerate(DENSITIES, start=1):
         trained.change(density)
         manifests.append(trained.publish(version, base=version - 1))
-    held = engine.ask("compute_weight_checksums")
-    seen["no_anchor"] = without_traceback(engine.ask("asyncrl_apply", manifests[1].to_json()))
-    seen["applied"] = [engine.ask("asyncrl_apply", manifest.to_json()) | {"audit": engine.audit()} for manifest in manifests[:-1]]
-    seen["published"] = [manifest.state_hash for manifest in manifests]
+        if version not in MISSED:
+            seen["applied"].append(engine.apply(manifests[-1]) | {"audit": engine.audit()})
+    seen["published"] = [manifest.state_hash for version, manifest in enumerate(manifests) if version not in MISSED]
+    seen["modes"] = sorted({entry.mode for manifest in manifests for entry in manifest.tensors})
+    return seen | failed(engine, trained) | {"checksums": engine.checksums(), "greedy": engine.greedy()}
+
+
+def failed(engine: Engine, trained: Trained) -> dict[str, Any]:
+    """An update from a wrong base, and one that fails half-way on one rank; an anchor and a delta heal the engine."""
+    seen: dict[str, Any] = {}
+    held, last = engine.checksums(), len(DENSITIES)
+    seen["wrong_base"] = engine.apply(dataclasses.replace(trained.manifest(last), version=last + 1, base=last + 7))
+    seen["wrong_base_changed"] = engine.checksums() != held
     trained.change(0.1)
-    ahead = trained.publish(len(manifests), base=len(manifests) - 1)
-    between = engine.ask("compute_weight_checksums")
-    seen["wrong_base"] = without_traceback(engine.ask("asyncrl_apply", ahead.to_json()))
-    seen["wrong_base_changed"] = engine.ask("compute_weight_checksums") != between
-    seen["anything_changed"] = between != held
-    with failing_at(5):
-        seen["torn"] = without_traceback(engine.ask("asyncrl_apply", manifests[-1].to_json()))
-    seen["torn_changed"] = engine.ask("compute_weight_checksums") != between
-    seen["poisoned"] = engine.ask("asyncrl_state")
-    seen["refused"] = without_traceback(engine.ask("asyncrl_apply", manifests[-1].to_json()))
-    seen["healed"] = engine.ask("asyncrl_apply", trained.anchor().to_json())
+    manifest = trained.publish(last + 1, base=last)
+    seen["fetched"] = engine.fetch(manifest)
+    seen["fetch_changed"] = engine.checksums() != held
+    engine.on_each(tear, 5)
+    seen["torn"] = engine.apply(manifest)
+    engine.on_each(mend)
+    seen["torn_changed"] = engine.checksums()[-1] != held[-1]
+    seen["poisoned"] = engine.states()
+    seen["healed"] = engine.apply(trained.anchor())
     trained.change(0.05)
-    last = trained.publish(ahead.version + 1, base=ahead.version)
-    seen["last"] = engine.ask("asyncrl_apply", last.to_json()) | {"published": last.state_hash, "audit": engine.audit()}
-    seen["state"] = engine.ask("asyncrl_state")
-    return seen | {"checksums": engine.ask("compute_weight_checksums"), "greedy": engine.greedy()}
+    final = trained.publish(last + 2, base=last + 1)
+    return seen | {"last": engine.apply(final) | {"published": final.state_hash, "audit": engine.audit()}, "states": engine.states()}
 
 
 def main() -> None:
     root, architecture, tie, dtype = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "tied", sys.argv[4]
+    ranks, unrouted = int(sys.argv[5]), sys.argv[6] == "unrouted"
     base = make_tiny_model(root / "base", architecture=architecture, tie=tie, hidden=128)
+    transport = TransportSpec(folder=root / "store").to_wire()
     trained = Trained(base, store=root / "store", dtype="bfloat16")
-    engine = Engine(base, dtype=dtype)
+    engine = Engine(base, dtype=dtype, ranks=ranks)
     if VARIABLE not in os.environ:
-        answer = without_traceback(engine.ask("asyncrl_prepare", str(base), TransportSpec(root / "store").to_wire()))
-        print("\n" + json.dumps({"prepared": answer, "packs_small_weights": packs_small_weights()}))
+        print("\n" + json.dumps({"prepared": engine.prepare(base, transport=transport), "packs_small_weights": packs_small_weights()}))
         return
+    if unrouted:
+        engine.on_each(compute_on_the_way)
     seen = synced(engine, trained, root) | {"packs_small_weights": packs_small_weights()}
     engine.close()
-    fresh = Engine(trained.save(root / "final"), dtype=dtype)
-    seen["fresh_checksums"] = fresh.ask("compute_weight_checksums")
+    fresh = Engine(trained.save(root / "final"), dtype=dtype, ranks=ranks)
+    seen["fresh_checksums"] = fresh.checksums()
     seen["fresh_greedy"] = fresh.greedy()
-    seen["other_folder"] = without_traceback(fresh.ask("asyncrl_prepare", str(base), TransportSpec(root / "store").to_wire()))
-    seen["own_folder"] = fresh.ask("asyncrl_prepare", str(root / "final"), TransportSpec(root / "store").to_wire())
-    print("\n" + json.dumps(seen))
+    seen["other_folder"] = fresh.prepare(base, transport=transport)
+    seen["own_folder"] = fresh.prepare(root / "final", transport=transport)
+    print("\n" + json.dumps(seen), flush=True)
+    fresh.close()
 
 
 if __name__ == "__main__":
