@@ -28,6 +28,7 @@ from asyncrl.pairs import (
     check_mixture,
     check_overlong,
     check_pairs,
+    check_push,
     check_routing_replay,
 )
 from asyncrl.recipe_files import find_recipe
@@ -149,6 +150,7 @@ class RunConfig(Section):
         check_critic(self.advantages, steps=self.run.steps)
         engines = {self.engine.kind: self.engine.capabilities(context_tokens=0)}
         check_colocation(self.colocation, buffer=self.buffer, weights=self.weights, engines=engines)
+        check_push(self.weights, engines=engines, processes=self.trainer.processes, colocation=self.colocation)
         if self.run.deterministic:
             check_deterministic(self.buffer, engines=engines,
                                 goes_by_rewards=self.prompts.goes_by_rewards)

@@ -15,7 +15,7 @@ from asyncrl.rollout.task_config import MixturePrompts, PromptsConfig, SetsEval,
 from asyncrl.train.advantages_config import GAE, AdvantagesConfig, SoftOverlong
 from asyncrl.train.config import TrainConfig
 from asyncrl.types import Sampling
-from asyncrl.weights.config import WeightsConfig
+from asyncrl.weights.config import NcclConfig, WeightsConfig
 
 
 def check_pairs(*, buffer: BufferConfig, training: TrainConfig, weights: WeightsConfig) -> None:
@@ -126,6 +126,34 @@ def check_colocation(colocation: NoColocation | TurnsColocation, *, buffer: Buff
                           remedy="Leave it out: an engine that slept has nothing that a delta could change; all versions are anchors.")
     for name, capabilities in engines.items():
         require_sleep(capabilities, engine=name)
+
+
+def check_push(weights: WeightsConfig, *, engines: Mapping[str, Capabilities], processes: int,
+               colocation: NoColocation | TurnsColocation) -> None:
+    """Raise ConfigError unless trainer ranks and engines can send and receive at the same time, where versions are pushed."""
+    transport = weights.transport
+    if not isinstance(transport, NcclConfig):
+        return
+    if processes == 0:
+        raise ConfigError("weights.transport.kind, trainer.processes", value=("nccl", 0), allowed="trainer ranks in processes of their own",
+                          remedy="Set trainer.processes=1, or weights.transport=store.")
+    for name, capabilities in engines.items():
+        if not capabilities.own_process:
+            raise ConfigError("weights.transport.kind, engine.kind", value=("nccl", name), allowed="engines in processes of their own",
+                              remedy="Take the transformers engine or vLLM, or set weights.transport=store.")
+    if isinstance(colocation, TurnsColocation):
+        raise ConfigError("weights.transport.kind, colocation.kind", value=("nccl", "turns"),
+                          allowed="engines that are awake while the trainer sends",
+                          remedy="Set weights.transport=store, or colocation.kind=none.")
+    if weights.interruption == "drain":
+        raise ConfigError("weights.transport.kind, weights.interruption", value=("nccl", "drain"),
+                          allowed="keep or recompute where versions are pushed",
+                          remedy="Engines end their rollouts at different times, and those that come late are not waited for; set "
+                                 "weights.transport=store, or another interruption.")
+    if 3 * transport.timeout_s > weights.apply_timeout_s:
+        raise ConfigError("weights.transport.timeout_s, weights.apply_timeout_s", value=(transport.timeout_s, weights.apply_timeout_s),
+                          allowed="a time-out of the transport that is at most a third of that of an update",
+                          remedy="Lower timeout_s, or raise apply_timeout_s: else engines are fenced that only wait for another one.")
 
 
 def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilities], goes_by_rewards: bool) -> None:

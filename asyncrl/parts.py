@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asyncrl.buffer.config import BufferConfig
-from asyncrl.pairs import check_colocation, check_deterministic, check_pairs, check_routing_replay
+from asyncrl.pairs import check_colocation, check_deterministic, check_pairs, check_push, check_routing_replay
 from asyncrl.rollout.by_source import Samplings, check_sampling, check_sources
 from asyncrl.rollout.engine import Engine, Interruption, require_adapters
 from asyncrl.rollout.env import Env
@@ -29,5 +29,6 @@ def check_parts(options: RunOptions, *, prompts: PromptSource, engines: tuple[En
     capabilities = {engine.name: engine.capabilities for engine in engines}
     check_routing_replay(training, engines=capabilities)
     check_colocation(options.colocation, buffer=buffer, weights=options.weights, engines=capabilities)
+    check_push(options.weights, engines=capabilities, processes=training.trainer.processes, colocation=options.colocation)
     if options.deterministic:
         check_deterministic(buffer, engines=capabilities, goes_by_rewards=prompts.goes_by_rewards)

@@ -23,6 +23,7 @@ class WeightSync:
     def __init__(self, trainer: Trainer, router: Router, buffer: ReplayBuffer, config: WeightsConfig) -> None:
         self._trainer, self._router, self._buffer = trainer, router, buffer
         self._interruption = Interruption(config.interruption)
+        self._is_pushed = config.transport.kind == "nccl"
         self._pending: asyncio.Queue[Manifest] = asyncio.Queue()
         self._published = -1
         self._applied = -1
@@ -35,21 +36,31 @@ class WeightSync:
         return self._published
 
     async def publish(self) -> Manifest:
-        """Encode and store what changed, and queue it for the engines. Returns when the version is durable, not applied.
+        """Encode and store what changed, and queue it for the engines. Returns when the version is durable, or delivered where versions
+        are pushed; not applied.
 
-        A version that is published already is not sent again.
+        A version that is published already is not sent again. One that is pushed waits until engines have applied the one before: only
+        then is that the base of the next.
         """
+        if self._is_pushed and self._published >= 0:
+            await self._trainer.keep(await self.applied())
         manifest = await self._trainer.publish()
         if manifest.version != self._published:
             self._published = manifest.version
             self._measure_density(manifest.density, predicted=self._trainer.predicted_density)
             self._pending.put_nowait(manifest)
+            if self._is_pushed:
+                await self._trainer.deliver(manifest, self._router.unfenced)
         return manifest
 
     async def start(self) -> None:
         """Publish the anchor and wait until the engines hold it; none serves before."""
-        await self.publish()
-        await self.apply_next()
+        applying = asyncio.create_task(self.apply_next())
+        try:
+            await self.publish()
+            await applying
+        finally:
+            applying.cancel()
 
     async def apply_next(self) -> None:
         """Have every engine apply the next published version.

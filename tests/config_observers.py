@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable
 from itertools import islice
@@ -45,8 +44,7 @@ from asyncrl.train.ready import compute_dtype
 from asyncrl.train.step import minibatches_of, train_step
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Status
-from asyncrl.weights.ends import TransportSpec, log_of, sink_of
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.ends import TransportSpec
 from tests.buffer.buffer_fakes import rollout as buffer_rollout
 from tests.rollout.model_rig import PublishedModel
 from tests.test_sync import Publishing
@@ -95,17 +93,6 @@ def engine_spec(config: RunConfig, scene: Scene) -> object:
     with contextlib.suppress(ChildDied):
         asyncio.run(engine.start(scene.paths))
     return told["spec"], told["env"], engine.capabilities
-
-
-def stored(config: RunConfig, scene: Scene) -> object:
-    """Files in the run's folders, and their bytes, after three versions of which engines hold the last."""
-    spec = TransportSpec.of(dataclasses.replace(scene.paths, transport=config.weights.transport.model_dump()))
-    sink, log = sink_of(spec), log_of(spec)
-    for version in range(3):
-        part = sink.put_part(version, rank=0, bucket=0, chunks=[bytes(1000)])
-        log.commit(Manifest(run_epoch=0, version=version, base=version - 1 if version else None, parts=(part,), tensors=(), state_hash=1))
-    log.retain(2)
-    return [(path.name, path.stat().st_size) for path in sorted(scene.folder.rglob("v0*/*"))]
 
 
 def inline_engine(config: RunConfig, scene: Scene) -> object:

@@ -136,6 +136,13 @@ class Scene:
 Spoil = Callable[[Scene], object]
 
 
+def pushed(scene: Scene, place: str, value: object) -> None:
+    scene.set("weights", {"transport": "nccl"})
+    scene.set("engine", {"kind": "transformers"})
+    scene.set("trainer.processes", 1)
+    scene.set(place, value)
+
+
 def lost(scene: Scene, name: str) -> None:
     (scene.model / name).unlink()
 
@@ -303,6 +310,11 @@ CASES: dict[str, Spoil] = {
                                                s.set("correction", "token_tis")),
     "turns with anchors between": lambda s: (s.set("colocation", TURNS), s.set("weights.anchor_every_versions", 2)),
     "turns with an engine that cannot sleep": lambda s: (s.set("colocation", TURNS), s.set("engine", {"kind": "vllm"})),
+    "versions pushed by a trainer in this process": lambda s: pushed(s, "trainer.processes", 0),
+    "versions pushed to an engine in this process": lambda s: pushed(s, "engine", {"kind": "inline"}),
+    "versions pushed to engines that sleep": lambda s: pushed(s, "colocation", TURNS),
+    "versions pushed to engines that drain": lambda s: pushed(s, "weights.interruption", "drain"),
+    "a transport that waits longer than an update": lambda s: pushed(s, "weights.apply_timeout_s", 60.0),
     "adapters and frozen parameters": lambda s: (s.set("lora", LORA), s.set("trainer.frozen", ["embed"])),
     "adapters with dropout": lambda s: s.set("lora", LORA | {"dropout": 0.1}),
     "adapters of a pattern that cannot be read": lambda s: s.set("lora", LORA | {"targets": ["("]}),

@@ -17,6 +17,7 @@ from tests import config_observers as see
 from tests import data_observers as see_data
 from tests import eval_observers as see_eval
 from tests import parallel_observers as see_parallel
+from tests import transport_observers as see_transport
 from tests import turns_observers as see_turns
 from tests.config_flips import Flip, flip
 from tests.config_observers import Observer, Scene
@@ -55,7 +56,7 @@ SECTIONS: dict[str, Any] = {
     **algorithm_flips.SECTIONS, **lora_flips.SECTIONS, **optimizer_flips.SECTIONS,
     "trainer.schedule.constant": {"kind": "constant"},
     "trainer.schedule.linear": {"kind": "linear", "total_steps": 3}, "trainer.schedule.cosine": {"kind": "cosine", "total_steps": 3},
-    "colocation.turns": {"kind": "turns"},
+    "colocation.turns": {"kind": "turns"}, "weights.transport.store": {"kind": "store"}, "weights.transport.nccl": {"kind": "nccl"},
     "eval.sets": {"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}, "every_steps": 2},
     "eval.sets.sets.prompts.function": FUNCTION_DATA, "eval.sets.sets.prompts.jsonl": JSONL_DATA,
     "eval.sets.best.keep": {"kind": "keep"},
@@ -163,8 +164,11 @@ FLIPS: dict[str, Flip] = {
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
     "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
-    "weights.transport.root": flip("memory://elsewhere", see.stored), "weights.transport.compression": flip("zstd", see.stored),
-    "weights.transport.keep_bytes": flip(None, see.stored),
+    "weights.transport.kind": flip({"kind": "nccl"}, see_transport.stored),
+    "weights.transport.store.root": flip("memory://elsewhere", see_transport.stored),
+    "weights.transport.store.compression": flip("zstd", see_transport.stored),
+    "weights.transport.store.keep_bytes": flip(None, see_transport.stored),
+    "weights.transport.nccl.timeout_s": flip(2.0, see_transport.pushed),
     "colocation.kind": flip({"kind": "turns"}, see_turns.turns, buffer__max_staleness=0),
     "colocation.turns.trainer": flip("keep", see_turns.turns, buffer__max_staleness=0),
     "eval.kind": flip({"kind": "sets", "sets": {OWN: {"prompts": FUNCTION_DATA}}}, see.course),

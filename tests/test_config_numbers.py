@@ -65,7 +65,7 @@ ACCEPTED: dict[str, set[str]] = {
     # switches something off, or is an ordinary value
     "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"),
              *under("run", "error_budget", "seed"),
-             *under("engine", "inline.logit_noise", "transformers.seed", "vllm.seed"),
+             *under("engine", "inline.logit_noise", "transformers.seed", "vllm.seed"), "weights.transport.store.keep_bytes",
              *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
              *under("trainer", "betas", "max_restarts", "processes", "weight_decay", "sharding.prefetch_layers",
                     "schedule.linear.final_frac", "schedule.cosine.final_frac", *(f"schedule.{kind}.warm_up_steps" for kind in SCHEDULES)),
@@ -84,7 +84,7 @@ ACCEPTED: dict[str, set[str]] = {
               *under("eval.sets", "every_steps", "sets.success_reward", "sets.sampling.max_new_tokens", "sets.sampling.top_k"),
               *(f"advantages.{kind}.overlong.soft.weight" for kind in SHAPED),
               *under("advantages.gae.critic", "epochs", "max_grad_norm", "value_clip"),
-              "weights.anchor_every_versions", "weights.transport.keep_bytes",
+              "weights.anchor_every_versions", "weights.transport.store.keep_bytes",
               *under("run", "steps", "rollouts_every_steps", "probe.every_steps", "probe.max_mean_gap"),
               *under("trainer", "checkpoint_every_steps", "epochs", "max_grad_norm", "max_nonfinite_steps", "max_restarts",
                      "microbatch_tokens", "logits_chunk", "record_batches_every_steps",
@@ -99,7 +99,7 @@ ACCEPTED: dict[str, set[str]] = {
              *(f"engine.{kind}.context_tokens" for kind in ("inline", "transformers", "vllm")),
              *under("engine", "transformers.seed", "vllm.seed"), *under("eval.sets.sets.sampling", "top_p", "top_k", "min_p"),
              *under("trainer", "checkpoint_every_steps", "record_batches_every_steps"),
-             "weights.anchor_every_versions", "weights.transport.keep_bytes", "eval.sets.sets.limit",
+             "weights.anchor_every_versions", "weights.transport.store.keep_bytes", "eval.sets.sets.limit",
              *of_data("epochs", "max_prompt_tokens", "curriculum.pass_rate.recheck_after_prompts", "curriculum.pass_rate.hopeless_below",
                       "curriculum.pass_rate.solved_above"),
              *of_sources_and_sets("env.memory_bytes", "env.timeout_s", "env.workers", "sampling.max_new_tokens", "sampling.temperature")}}

@@ -78,7 +78,7 @@ class ChildEngine:
 
         Raises ChildDied, TimeoutError, or the error that the child's set-up raised.
         """
-        spec = {**self._launch.spec, "transport": TransportSpec.of(paths).to_wire()}
+        spec = {**self._launch.spec, "transport": TransportSpec.of(paths, engine=self.name).to_wire()}
         self._child = await Child.start(self._launch.module, name=self.name, spec=spec, logs=paths.logs, env=self._launch.env,
                                         start_timeout_s=_START_TIMEOUT_S)
         self._tasks = [asyncio.create_task(self._watch(work)) for work in (self._receive(self._child), self._send(self._child))]

@@ -112,7 +112,7 @@ class TransformersEngineConfig(Section):
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=False, per_request_seed=False, per_request_temperature=True,
             stop_strings=False, bit_reproducible=False, context_tokens=context_tokens, truncates=True, kept_sets=True,
-            routed_experts=True, lora="shared", sleep=True)
+            routed_experts=True, lora="shared", sleep=True, own_process=True)
 
 
 class VLLMEngineConfig(Section):
@@ -156,7 +156,7 @@ class VLLMEngineConfig(Section):
         return Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=True, per_request_seed=False, per_request_temperature=True,
             stop_strings=True, bit_reproducible=False, context_tokens=context_tokens, lowest_temperature=_LOWEST_VLLM_TEMPERATURE,
-            truncates=True, lora="per_request")
+            truncates=True, lora="per_request", own_process=True)
 
 
 EngineConfig = Annotated[InlineEngineConfig | TransformersEngineConfig | VLLMEngineConfig, TAGGED]

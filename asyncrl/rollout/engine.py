@@ -68,6 +68,8 @@ class Capabilities:
 
     sleep: bool = False
     """It can give weights and key-value cache back while others need the memory, and take them anew."""
+    own_process: bool = False
+    """It lives in a child, and receives weights while this process does other things."""
 
     def unfollowed(self, sampling: Sampling) -> tuple[str, ...]:
         """Fields beyond temperature and stop strings that the engine does not have."""

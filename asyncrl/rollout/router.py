@@ -60,6 +60,11 @@ class Router:
         return tuple(sorted(self._serving))
 
     @property
+    def unfenced(self) -> tuple[str, ...]:
+        """Engines that take part in the next update."""
+        return tuple(name for name in self._engines if name not in self._why_fenced)
+
+    @property
     def running(self) -> int:
         """Requests that are with an engine now."""
         return sum(self._running.values())
@@ -89,7 +94,7 @@ class Router:
         end with ChildDied and move. Raises RunAborted when no engine is left.
         """
         began_s = now_s()
-        names = [name for name in self._engines if name not in self._why_fenced]
+        names = self.unfenced
         woken = bool(self._asleep)
         results = await asyncio.gather(*(self._update_one(self._engines[name], manifest, interruption) for name in names))
         self._asleep.clear()

@@ -51,7 +51,8 @@ class _Child:
         model = load_model(Path(spec["folder"]), dtype=spec["dtype"], lora=spec["lora"] and LoRA.model_validate(spec["lora"]))
         routing = model_routing(model) if spec["has_experts"] else None
         self._weights = ReleasableWeights(model)
-        self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.from_wire(spec["transport"])))
+        self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.from_wire(spec["transport"]),
+                                                                            device=str(model.device)))
         self._receiving = threading.Lock()
         self._asleep = False
         self._paused_at_s = time.monotonic()

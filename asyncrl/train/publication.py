@@ -47,6 +47,15 @@ class Publication:
         """Of the newest manifest; None without one."""
         return None if self._manifest is None else self._manifest.version
 
+    @property
+    def is_pushed(self) -> bool:
+        """Whether ranks send versions, and engines do not pull them."""
+        return self.transport.is_pushed
+
+    def is_to_be_kept(self, version: int) -> bool:
+        """Whether the ranks could still take this version back."""
+        return self.last_version == version and not self._ranks_hold_it
+
     def holds(self, version: int) -> bool:
         """Whether this version is the published one."""
         return self.last_version == version

@@ -42,6 +42,7 @@ from asyncrl.train.sft_step import supervised_step
 from asyncrl.train.step import train_step
 from asyncrl.train.trainee import Trainee
 from asyncrl.weights.ends import sink_of
+from asyncrl.weights.manifest import Manifest
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.torch_pieces import TensorBits, frozen_names, local_bits, local_pieces
 from asyncrl.weights.torch_snapshot import snapshot_on
@@ -71,6 +72,7 @@ class RankTrainer:
                                 reference=self._load_reference(policy), critic=self._load_critic())
         self._forecast = DensityForecast(optimizer, beta1=spec.config.trainer.betas[0], dtype=spec.published_dtype, ranks=self._ranks)
         self._residence = Residence.of(self._trainee)
+        self._sink = sink_of(spec.transport, rank=spec.rank, ranks=spec.world_size, device=str(self._ranks.device))
         self._publisher = self._new_publisher()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[list[SavedFile]] | None = None
@@ -79,7 +81,7 @@ class RankTrainer:
         """Operation by name, as `serve_calls` takes them. One that needs what is offloaded has it back for as long as it runs."""
         at_home = {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "adopt": self.adopt, "save": self.save,
                    "restore": self.restore, "export": self.export, "export_adapters": self.export_adapters}
-        return {"committed": self.committed, "saved": self.saved, "offload": self.offload, "onload": self.onload,
+        return {"deliver": self.deliver, "committed": self.committed, "saved": self.saved, "offload": self.offload, "onload": self.onload,
                 **{name: self._residence.at_home()(work) for name, work in at_home.items()}}
 
     def step(self, request: Request) -> Mapping[str, Any]:
@@ -122,8 +124,12 @@ class RankTrainer:
         publication = self._publisher.publish(self._bits(anchor=base is None), version=request.body["version"], base=base)
         return {"publication": publication.to_wire(), "predicted": None if base is None else self._forecast.of_delta()}
 
+    def deliver(self, request: Request) -> None:
+        """Send the parts of `manifest` to `engines`, with all other ranks. Raises WeightSyncError."""
+        self._sink.deliver(Manifest.from_json(request.body["manifest"]), engines=request.body["engines"])
+
     def committed(self, request: Request) -> None:
-        """The manifest of `version` is durable."""
+        """`version` will not be taken back: it is durable, or every engine that serves has applied it."""
         self._publisher.committed(request.body["version"])
         self._forecast.published()
 
@@ -199,7 +205,7 @@ class RankTrainer:
 
     def _new_publisher(self) -> Publisher:
         return Publisher(local_pieces(self._lm, rank=self._spec.rank, dtype=self._spec.published_dtype), rank=self._spec.rank,
-                         sink=sink_of(self._spec.transport), frozen=frozen_names(self._lm),
+                         sink=self._sink, frozen=frozen_names(self._lm),
                          threads=self._spec.config.trainer.threads, snapshot=snapshot_on(self._ranks.device))
 
     def _bits(self, *, anchor: bool = True) -> TensorBits:

@@ -70,7 +70,7 @@ class ChildRanks:
     @classmethod
     async def start(cls, specs: Sequence[RankSpec], *, logs: Path, start_timeout_s: float) -> ChildRanks:
         """All ranks up and connected, or an error and none left."""
-        env = {"OMP_NUM_THREADS": str(specs[0].config.trainer.threads), "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"OMP_NUM_THREADS": str(specs[0].config.trainer.threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if specs[0].deterministic:
             env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may use another algorithm every time, and torch refuses it
         starts = [asyncio.create_task(Child.start("asyncrl.train.rank", name=f"trainer-{spec.rank}", spec=spec.to_wire(), logs=logs,

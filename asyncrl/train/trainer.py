@@ -171,17 +171,30 @@ class Trainer:
     async def publish(self) -> Manifest:
         """Make the current version durable: an anchor the first time, then deltas against the version published before.
 
-        A second call for the same version gives the same manifest. Raises WeightSyncError or NonFiniteError.
+        A second call for the same version gives the same manifest. Where parts are pushed, `deliver` and then `keep` are to follow.
+        Raises WeightSyncError or NonFiniteError.
         """
         while not self._publication.holds(self.version):
             try:
                 replies = await self._on_ranks("publish", self._publication.request(self.version))
-                if self._publication.commit([reply.body for reply in replies], version=self.version):
-                    await self._on_ranks("committed", {"version": self.version})
-                    self._publication.taken_up()
+                if self._publication.commit([reply.body for reply in replies], version=self.version) and not self._publication.is_pushed:
+                    await self.keep(self.version)
             except ChildDied as death:
                 await self._recover(death)
         return self._publication.manifest
+
+    async def deliver(self, manifest: Manifest, engines: SequenceOf[str]) -> None:
+        """Push a published version to engines that are fetching it now; where they pull, nothing is done. Raises WeightSyncError."""
+        await self._on_ranks("deliver", {"manifest": manifest.to_json(), "engines": list(engines)})
+
+    async def keep(self, version: int) -> None:
+        """A published version will not be taken back: the next one is a delta on it. `publish` does this itself where engines pull."""
+        if self._publication.is_to_be_kept(version):
+            try:
+                await self._on_ranks("committed", {"version": version})
+                self._publication.taken_up()
+            except ChildDied as death:
+                await self._recover(death)
 
     def retain(self, slowest: int | None) -> None:
         """Let go of published files that no engine needs any more: the slowest that serves holds version `slowest`; None: none serves."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.settings import Seconds, Section, refuse_unread
+from asyncrl.settings import TAGGED, Seconds, Section, refuse_unread
 
 
 class StoreConfig(Section):
@@ -23,7 +23,16 @@ class StoreConfig(Section):
     memory to others, an engine that comes late is given an anchor by the trainer."""
 
 
-Transport = StoreConfig
+class NcclConfig(Section):
+    """Trainer ranks broadcast every part to all engines at once: by NCCL between GPUs, by gloo where a member has none of its own."""
+
+    kind: Literal["nccl"] = "nccl"
+    timeout_s: Seconds = 30.0
+    """How long members are waited for, and one collective of 64 MiB; whoever takes longer is left out, and the others go on. An update
+    takes at most three times as long, which must be within `weights.apply_timeout_s`."""
+
+
+Transport = Annotated[StoreConfig | NcclConfig, TAGGED]
 """The ways there are."""
 
 

@@ -93,7 +93,7 @@ class StoreTransport:
             raise WeightSyncError(f"part {bucket} of rank {rank}, version {version}, cannot be written: {error}") from error
         return Part(path=path, bytes=raw.bytes, xxh3=raw.xxh3, packed=None if file is raw else Packed(file.bytes, file.xxh3))
 
-    def deliver(self, manifest: Manifest) -> None:
+    def deliver(self, manifest: Manifest, *, engines: Sequence[str]) -> None:
         """See `PartSink.deliver`. Engines pull."""
 
     def commit(self, manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
     rank     put_part(…) → Part             the bytes are on their way, or kept to be sent
     loop     commit(manifest)               the version exists from here on
-    rank     deliver(manifest)              returns when every engine could have the parts; nothing to do where engines pull
+    rank     deliver(manifest, engines)     returns when those engines have the parts; nothing to do where engines pull
     engine   chain(manifest, held)          the versions that lead there from what it holds
              parts(manifest)                their bytes, whole and verified
 """
@@ -39,8 +39,11 @@ class PartSink(Protocol):
     def put_part(self, version: int, *, rank: int, bucket: int, chunks: Iterable[Buffer]) -> Part:
         """Take the chunks as one part. Raises WeightSyncError, leaving nothing, when it cannot be taken whole."""
 
-    def deliver(self, manifest: Manifest) -> None:
-        """Send what engines do not pull themselves; returns when they have it. Raises WeightSyncError, within a time-out."""
+    def deliver(self, manifest: Manifest, *, engines: Sequence[str]) -> None:
+        """Send what engines do not pull themselves to those that are fetching it now; every rank is to call this at the same time.
+
+        Returns when they have it, or are known to be missing. Raises WeightSyncError, within a time-out, when none has it.
+        """
 
 
 class PartSource(Protocol):

@@ -15,7 +15,7 @@ def test_defaults_publish_bf16_every_step_through_the_store():
 
 @pytest.mark.parametrize("wrong", [
     {"publish_every_steps": 0}, {"anchor_every_versions": 0}, {"interruption": "abort"}, {"dtype": "float16"}, {"publish_every": 1},
-    {"transport": {"kind": "nccl"}}, {"transport": {"kind": "store", "path": "x"}}])
+    {"transport": {"kind": "rdma"}}, {"transport": {"kind": "nccl", "root": "x"}}, {"transport": {"kind": "store", "path": "x"}}])
 def test_values_out_of_range_and_unknown_keys_are_refused(wrong):
     with pytest.raises(ValidationError):
         WeightsConfig(**wrong)
