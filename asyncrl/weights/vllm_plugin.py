@@ -126,8 +126,10 @@ class WorkerExtension:
             raise WeightSyncError("what lies where was not recorded")
         if lora is not None:
             self.asyncrl_adapters = Adapters(LoRA.model_validate(lora), folder=folder, dtype=self.vllm_config.model_config.dtype)
+        source = source_of(TransportSpec.from_wire(transport), worker=self.rank, device=str(self.device),
+                           workers=self.vllm_config.parallel_config.tensor_parallel_size)
         self.asyncrl_sync = self.asyncrl_recorded.bind(TensorPlan.from_plain(plan), rank=self.rank, adapters=self.asyncrl_adapters,
-                                                       source=source_of(TransportSpec.from_wire(transport)))
+                                                       source=source)
         return {"elements": self.asyncrl_sync.elements}
 
     def _asyncrl_apply(self, manifest: Manifest, adapters: Path, predicted: int | None) -> dict[str, Any]:
