@@ -41,7 +41,7 @@ def _encode(models: list[dict[str, Any]]) -> str:
         for row in found["densities"]:
             fast = f"{_ms(row['numba']['seconds'])} | {row['numba']['share_of_copy']:.0%}" if "numba" in row else "|"
             plain = f"{_ms(row['numpy']['seconds'])} | {row['numpy']['share_of_copy']:.0%}"
-            rows.append(f"| {found['model']} | {_percent(row['density'])} | {_ms(row['copy_s'])} | {fast} | {plain} | "
+            rows.append(f"| {found['model']} | {_percent(row['density'])} | {_ms(found['copy_s'])} | {fast} | {plain} | "
                         f"{row['bytes_per_change']:.2f} | {_percent(row['share_of_dense'])} | {', '.join(row['modes'])} |")
     return "\n".join(rows)
 
