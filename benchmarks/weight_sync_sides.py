@@ -148,7 +148,7 @@ def through_vllm(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Cal
 
 def routed(model: nn.Module, *, folder: Path) -> Mapping[str, RoutedTarget]:
     """Where the tensors of the model's folder lie in the model, proved."""
-    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder))
+    targets = record_routes(model, load=model.load_weights, tensors=saved_tensors(folder)).routed
     prove_base(targets, folder=folder)
     return targets
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -267,6 +268,23 @@ def _expect_gone(pids: Iterable[int]) -> None:
     while alive := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_ranks_follow_updates_and_say_what_they_sample_from(model: PublishedModel) -> None:
+    with _started(model, tensor_parallel_size=2, max_running_requests=4) as rig:
+        async def main() -> list[engine_contract.Written]:
+            await rig.begin()
+            written = [await rig.write(rig.prompts[0], Sampling(max_new_tokens=3))]
+            fetched = dataclasses.replace(rig.manifest(1, 0), run_epoch=rig.epoch)
+            await rig.engine.fetch(fetched)
+            ack = await rig.update(1, 0, Interruption.KEEP)
+            assert ack.state_hash == fetched.state_hash
+            return [*written, await rig.write(rig.prompts[0], Sampling(max_new_tokens=3))]
+
+        for version, written in enumerate(rig.run(main())):
+            rig.check(written)
+            assert {of for _, of, _ in written.spans} == {version}
 
 
 @contextlib.contextmanager

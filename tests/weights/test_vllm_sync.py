@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow,
               pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 OURS = {VARIABLE: "1", "VLLM_PLUGINS": "asyncrl"}
 
 
@@ -80,6 +80,12 @@ def test_an_anchor_and_twenty_deltas_give_what_a_fresh_load_holds_and_says(seen)
 def test_a_wrong_base_is_refused_and_changes_nothing(seen):
     assert seen["wrong_base"]["kind"] == "WrongBase"
     assert not seen["wrong_base_changed"]
+
+
+def test_tokens_come_while_every_rank_fetches(seen):
+    assert seen["begun"] == [{"begun": None}] * seen["ranks"]
+    assert seen["shares_beside"] == [None] * 2 * seen["ranks"]
+    assert seen["tokens_beside"] == 8
 
 
 def test_a_fetch_writes_nothing(seen):

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ class Engine:
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
         return self._llm.collective_rpc(method, args=arguments)
 
-    def on_each(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def on_each(self, work: str | Callable[..., Any], *arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(work, args=arguments)
 
     def prepare(self, folder: Path, *, transport: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +199,7 @@ def failed(engine: Engine, trained: Trained) -> dict[str, Any]:
     seen["wrong_base_changed"] = engine.checksums() != held
     trained.change(0.1)
     manifest = trained.publish(last + 1, base=last)
+    seen |= beside_generation(engine, manifest)
     seen["fetched"] = engine.fetch(manifest)
     seen["fetch_changed"] = engine.checksums() != held
     engine.on_each(tear, 5)
@@ -209,6 +211,28 @@ def failed(engine: Engine, trained: Trained) -> dict[str, Any]:
     trained.change(0.05)
     final = trained.publish(last + 2, base=last + 1)
     return seen | {"last": engine.apply(final) | {"published": final.state_hash, "audit": engine.audit()}, "states": engine.states()}
+
+
+def beside_generation(engine: Engine, manifest: Manifest) -> dict[str, Any]:
+    """Sample from beginning to end while every rank's fetch waits for bytes that do not come; then they come."""
+    engine.on_each(withhold_parts)
+    begun = engine.on_each("asyncrl_fetch", manifest.to_json())
+    before = engine.on_each("asyncrl_fetched", manifest.to_json())
+    tokens = len(engine.greedy())
+    after = engine.on_each("asyncrl_fetched", manifest.to_json())
+    engine.on_each(give_parts)
+    return {"begun": begun, "tokens_beside": tokens, "shares_beside": [answer["shares"] for answer in before + after]}
+
+
+def withhold_parts(worker: Any) -> None:
+    source, worker.given = worker.asyncrl_sync.receiver._source, threading.Event()
+    parts = source.parts
+    source.parts = lambda manifest: worker.given.wait(60) and parts(manifest)
+
+
+def give_parts(worker: Any) -> None:
+    del worker.asyncrl_sync.receiver._source.parts
+    worker.given.set()
 
 
 def main() -> None:
