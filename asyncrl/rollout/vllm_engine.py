@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.lora_config import LoRA, read_lora
+from asyncrl.model_folder import reading
 from asyncrl.rollout.child_engine import ChildEngine, Launch
 from asyncrl.rollout.config import VLLMEngineConfig
 from asyncrl.rollout.model_files import read_facts
@@ -37,6 +39,7 @@ class VLLMEngine(ChildEngine):
             # transformers, and so the trainer, holds all experts of a layer as one tensor; vLLM loads them by their names in the files.
             raise ConfigError("engine.kind, model", value=("vllm", str(facts.folder)), allowed="a model without experts with vLLM",
                               remedy="It cannot take the trainer's updates of experts: choose the transformers engine or a dense model.")
+        _require_shares(facts.folder, ranks=config.tensor_parallel_size)
         spec = {"folder": str(facts.folder.absolute()), "eos_tokens": sorted(facts.eos_tokens), "lora": adapters and adapters.model_dump(),
                 "arguments": {
             "dtype": config.dtype, "max_model_len": facts.context_tokens, "max_num_seqs": config.max_running_requests,
@@ -54,6 +57,19 @@ def _adapter_arguments(adapters: LoRA | None) -> dict[str, Any]:
         return {}
     rank = next(rank for rank in _LORA_RANKS if rank >= adapters.rank)
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+
+
+def _require_shares(folder: Path, *, ranks: int) -> None:
+    """Raise ConfigError where ranks cannot share the model's heads: vLLM refuses it, naming settings of its own, once it has started."""
+    with reading(folder / "config.json"):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        heads = int(text.get("num_attention_heads") or ranks)
+        shared = int(text.get("num_key_value_heads") or heads)
+    if heads % ranks or max(shared, ranks) % min(shared, ranks):
+        raise ConfigError("engine.tensor_parallel_size, model", value=(ranks, f"{heads} attention heads, {shared} of keys and values"),
+                          allowed="a number that divides the attention heads, and that divides or is divided by those of keys and values",
+                          remedy="Choose another number of ranks.")
 
 
 def _environment(*, threads: int) -> dict[str, str]:

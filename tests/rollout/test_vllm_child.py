@@ -38,6 +38,9 @@ class ScriptedEngine:
     states: dict[str, Any] = field(default_factory=dict)
     worker: dict[str, Callable[..., dict[str, Any]]] = field(default_factory=dict)
     label_fails: bool = False
+    clearing_fails: bool = False
+    cleared: list[bool] = field(default_factory=list)
+    """Whether each pause so far was to clear the caches."""
     labels: list[str] = field(default_factory=list)
     prompts: list[tuple[str, str]] = field(default_factory=list)
     """(request id, salt) of each request it was given."""
@@ -60,7 +63,10 @@ class ScriptedEngine:
             raise end
         yield SimpleNamespace(outputs=[end])
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.cleared.append(clear_cache)
+        if clear_cache and self.clearing_fails:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
 
     async def resume_generation(self) -> None: ...
 
@@ -211,6 +217,41 @@ def test_a_request_without_a_token_starts_again_under_the_new_version(vllm_child
     engine, sent = story(vllm_child, lambda: ScriptedEngine(finished={"0.2": output([3], spans=[("0.1", 0, 1)])}), update)
     assert engine.prompts == [("0.1", "0.0"), ("0.2", "0.1")]
     assert [(version, tokens, row[2]) for version, tokens, row in sent.rows] == [(1, [3], True), (1, [], True)]
+
+
+@pytest.mark.parametrize("kind", ["keep", "recompute", "drain"])
+def test_no_block_of_an_older_version_is_found_after_an_update(vllm_child: ModuleType, kind: str) -> None:
+    async def update(call, engine: ScriptedEngine) -> None:
+        engine.states["0.1"] = state([3], [-1.0])
+        await call("pause", {"kind": kind})
+        await call("apply", {"manifest": manifest(1)})
+        await call("resume")
+        row = ["1", 2, 5, 1.0, [], [1.0, 0, 0.0], [False, False]]
+        await call("requests", {"new": [row], "cancelled": []}, tokens=np.array([7, 8], np.int32))
+        await asyncio.sleep(0)
+
+    engine, _ = story(vllm_child, lambda: ScriptedEngine(finished={
+        "0.1": output([3, 4], spans=[("0.0", 0, 1), ("0.1", 1, 2)]), "1.1": output([3], spans=[("0.1", 0, 1)])}), update)
+    assert engine.prompts == [("0.1", "0.0"), ("1.1", "0.1")]  # the same prompt, under a salt of its own
+    assert engine.cleared == [False, kind == "recompute"]
+
+
+def test_a_cache_that_cannot_be_cleared_fails_the_update_and_the_old_version_goes_on(vllm_child: ModuleType) -> None:
+    answers: list[Any] = []
+
+    async def update(call, engine: ScriptedEngine) -> None:
+        engine.clearing_fails = True
+        answers.append(await call("pause", {"kind": "recompute"}))
+        answers.append(await call("apply", {"manifest": manifest(1)}))
+        answers.append(await call("resume"))
+        answers.append((await call("health"))["version"])
+        await asyncio.sleep(0)
+
+    engine, _ = story(vllm_child, lambda: ScriptedEngine(finished={"0.1": output([3], spans=[("0.0", 0, 1)])}), update)
+    assert "Failed to reset KV cache" in str(answers[0])
+    assert "only between pause and resume" in str(answers[1])
+    assert answers[2:] == [{}, 0]
+    assert engine.labels == ["0.0"]
 
 
 def test_requests_are_served_while_a_version_is_fetched(vllm_child: ModuleType) -> None:

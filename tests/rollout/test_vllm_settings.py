@@ -55,6 +55,18 @@ def test_a_forward_must_have_room_for_every_running_request(folder: Path) -> Non
         VLLMEngine(folder, max_batch_tokens=64, max_running_requests=65)
 
 
+@pytest.mark.parametrize(("heads", "shared", "ranks", "fits"), [(4, 2, 2, True), (4, 1, 2, True), (4, 2, 4, True), (4, 4, 3, False),
+                                                                 (12, 3, 2, False), (12, 4, 6, False)])
+def test_ranks_must_be_able_to_share_the_heads(folder: Path, heads: int, shared: int, ranks: int, fits: bool) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": heads, "num_key_value_heads": shared}
+    (folder / "config.json").write_text(json.dumps(config))
+    if fits:
+        VLLMEngine(folder, tensor_parallel_size=ranks)
+    else:
+        with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size, model.*Choose another number of ranks"):
+            VLLMEngine(folder, tensor_parallel_size=ranks)
+
+
 def test_a_temperature_that_vllm_would_change_is_refused_for_the_whole_run(folder: Path) -> None:
     capabilities = VLLMEngine(folder).capabilities
     require(capabilities, Sampling(temperature=0.01), Interruption.KEEP, engine="vllm")
