@@ -41,6 +41,8 @@ from asyncrl.train.prepare_config import CrossEntropyWarmUp, ModelFolder, ModelF
 from asyncrl.train.reference_config import NoReference
 from asyncrl.training import build_engine
 from asyncrl.types import Prompt
+from asyncrl.weights.config import StoreConfig
+from asyncrl.weights.ends import TransportSpec, log_of
 
 _PROMPTS_LOOKED_AT = 64
 """Of data a function yields, which may have no end, and for the length of all: when each of so many is too long, the context is wrong."""
@@ -109,6 +111,7 @@ def check_environment(config: RunConfig, *, resume: Resume = None) -> None:
     place = Path(config.run.folder) / config.run.name
     check_run_folder(place, need_bytes=sizes.disk_bytes - (_held_bytes(place) if resume else 0))
     check_shared_memory(sizes.shared_bytes)
+    _check_store(config)
     check_loopback()
     if isinstance(config.engine, VLLMEngineConfig):
         check_socket_folder(Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()))
@@ -150,6 +153,14 @@ def _kept_batches(config: RunConfig) -> int:
     if config.trainer.processes == 0:
         return 1
     return min(config.run.steps, (config.trainer.checkpoint_every_steps or config.run.steps) + 2)
+
+
+def _check_store(config: RunConfig) -> None:
+    """Raise ConfigError when published versions cannot lie where, or as, the settings say."""
+    transport = config.weights.transport
+    if isinstance(transport, StoreConfig) and transport != StoreConfig(keep_bytes=transport.keep_bytes):
+        with tempfile.TemporaryDirectory() as folder:
+            log_of(TransportSpec(folder=Path(folder), run=config.run.name, config=transport))
 
 
 def _check_packages(config: RunConfig) -> None:

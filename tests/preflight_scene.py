@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,10 @@ def without(scene: Scene, package: str) -> None:
 
 
 CASES: dict[str, Spoil] = {
+    "a place for versions that cannot be written": lambda s: s.set("weights", {"transport": {"kind": "store", "root": "/proc/nowhere"}}),
+    "ranks that cannot share the heads": lambda s: s.set("engine", {"kind": "vllm", "tensor_parallel_size": 3}),
+    "packed versions without the package": lambda s: (s.patch.setitem(sys.modules, "asyncrl.weights.planes", None),
+                                                      s.set("weights", {"transport": {"kind": "store", "compression": "zstd"}})),
     "a shuffle of what is no list": lambda s: s.tree["prompts"].update(function="task.py:endless", shuffle="full"),
     "pass rates of what never comes again": lambda s: s.tree["prompts"].update(function="task.py:endless", curriculum="pass_rate"),
     "a source whose reward is not there": lambda s: mixed(s, env={"reward": "task.py:away"}),

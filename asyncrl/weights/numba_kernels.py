@@ -154,6 +154,14 @@ def put_blocks(memory, lengths, blocks, offsets, values):  # type: ignore[no-unt
         start += lengths[run]
 
 
+@njit(nogil=True)
+def _hash_block(origin, offsets, values, olds):  # type: ignore[no-untyped-def]
+    total = _U0
+    for at in range(offsets.size):  # from 0 on: the compiler sees that no index is negative, and makes vectors of it
+        total += _factor(origin + np.uint64(offsets[at]) * _GOLDEN) * (np.uint64(values[at]) - np.uint64(olds[at]))
+    return total
+
+
 @_compiled
 def hash_blocks(lengths, origins, blocks, offsets, values, olds):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.hash_blocks`."""
@@ -161,10 +169,9 @@ def hash_blocks(lengths, origins, blocks, offsets, values, olds):  # type: ignor
     for run in range(lengths.size):
         for low in range(0, lengths[run], _BLOCK):
             origin = origins[run] + np.uint64(low) * _GOLDEN
-            count = np.int64(blocks[block])
-            for at in range(found, found + count):
-                total += _factor(origin + np.uint64(offsets[at]) * _GOLDEN) * (np.uint64(values[at]) - np.uint64(olds[at]))
-            found += count
+            end = found + np.int64(blocks[block])
+            total += _hash_block(origin, offsets[found:end], values[found:end], olds[found:end])
+            found = end
             block += 1
     return total
 
@@ -174,8 +181,9 @@ def hash_runs(lengths, origins, bits):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.hash_runs`."""
     total, start = _U0, 0
     for run in range(lengths.size):
-        for at in range(lengths[run]):
-            total += _factor(origins[run] + np.uint64(at) * _GOLDEN) * (np.uint64(bits[start + at]) + _U1)
+        part = bits[start:start + lengths[run]]
+        for at in range(part.size):
+            total += _factor(origins[run] + np.uint64(at) * _GOLDEN) * (np.uint64(part[at]) + _U1)
         start += lengths[run]
     return total
 

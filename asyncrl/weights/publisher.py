@@ -201,9 +201,8 @@ class Publisher:
         """What changed, stretch by stretch; the snapshot has moved, and what it held is in the log."""
         for first in range(0, len(self._changing), self._snapshot.at_once):
             stretches = self._changing[first:first + self._snapshot.at_once]
-            self._snapshot.stage(bits, stretches)
             with self._log.lost_meanwhile():
-                found = self._snapshot.move(stretches)
+                found = self._snapshot.move(bits, stretches)
             for stretch, one in zip(stretches, found, strict=True):
                 self._log.add(stretch, one.undo)
             yield from zip(stretches, found, strict=True)

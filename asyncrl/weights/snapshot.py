@@ -28,11 +28,8 @@ class Snapshot(Protocol):
     def nbytes(self) -> int:
         """Memory of the snapshot itself."""
 
-    def stage(self, bits: PieceBits, stretches: Sequence[Stretch]) -> None:
-        """Get the current bits of at most `at_once` stretches ready for `move`. Changes nothing that was published."""
-
-    def move(self, stretches: Sequence[Stretch]) -> list[Found]:
-        """Make the snapshot of what was staged equal to it; what that changed."""
+    def move(self, bits: PieceBits, stretches: Sequence[Stretch]) -> list[Found]:
+        """Make the snapshot of at most `at_once` stretches equal to the current bits; what changed. If it raises, some may have moved."""
 
     def undo(self, stretch: Stretch, undo: Undo) -> None:
         """Put back what `move` replaced."""
@@ -47,8 +44,8 @@ class Snapshot(Protocol):
 class HostSnapshot:
     """In the memory of the host, scanned by `threads` threads."""
 
-    most_elements = 1 << 22
-    """8 MB of bfloat16: what scanning needs beside it stays small, and it is about a millisecond's work."""
+    most_elements = 1 << 23
+    """16 MB of bfloat16: what scanning needs beside it stays small, and it is some milliseconds' work."""
 
     def __init__(self, nbytes: int, *, kernels: ModuleType = numpy_kernels, threads: int = 1) -> None:
         self.at_once = threads
@@ -56,21 +53,17 @@ class HostSnapshot:
         self._kernels = kernels
         self._encoders = [Encoder(kernels) for _ in range(threads)]
         self._rooms = [Scratch() for _ in range(threads)]
-        self._staged: list[tuple[Bits, bool]] = []
 
     @property
     def nbytes(self) -> int:
         """See `Snapshot.nbytes`."""
         return self._memory.nbytes
 
-    def stage(self, bits: PieceBits, stretches: Sequence[Stretch]) -> None:
-        """See `Snapshot.stage`."""
-        self._staged = [(staged(bits, stretch, room), bits.finite) for stretch, room in zip(stretches, self._rooms, strict=False)]
-
-    def move(self, stretches: Sequence[Stretch]) -> list[Found]:
+    def move(self, bits: PieceBits, stretches: Sequence[Stretch]) -> list[Found]:
         """See `Snapshot.move`."""
-        mapped = self._pool.map if len(stretches) > 1 else map
-        return list(mapped(self._move, range(len(stretches)), stretches))
+        if len(stretches) == 1:
+            return [self._move(bits, stretches[0], 0)]
+        return [one.result() for one in [self._pool.submit(self._move, bits, stretch, number) for number, stretch in enumerate(stretches)]]
 
     def undo(self, stretch: Stretch, undo: Undo) -> None:
         """See `Snapshot.undo`."""
@@ -91,9 +84,9 @@ class HostSnapshot:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.at_once, thread_name_prefix="publish")
 
-    def _move(self, number: int, stretch: Stretch) -> Found:
-        new, finite = self._staged[number]
-        return self._encoders[number].move(stretch, new=new, old=self.read(stretch), finite=finite)
+    def _move(self, bits: PieceBits, stretch: Stretch, number: int) -> Found:
+        new = staged(bits, stretch, self._rooms[number])
+        return self._encoders[number].move(stretch, new=new, old=self.read(stretch), finite=bits.finite)
 
 
 def staged(bits: PieceBits, stretch: Stretch, room: Scratch) -> Bits:

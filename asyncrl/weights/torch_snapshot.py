@@ -37,32 +37,26 @@ class DeviceSnapshot:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
         self._kernels = kernels_for(nbytes // 2)
-        self._finite = True
 
     @property
     def nbytes(self) -> int:
         """See `Snapshot.nbytes`."""
         return self._memory.nbytes
 
-    def stage(self, bits: PieceBits, stretches: Sequence[Stretch]) -> None:
-        """See `Snapshot.stage`."""
+    def move(self, bits: PieceBits, stretches: Sequence[Stretch]) -> list[Found]:
+        """See `Snapshot.move`."""
         stretch, = stretches
         if self._room.nbytes < (needed := stretch.elements * stretch.word.itemsize):
             self._room = self._room.new_empty(0)
             self._room = self._room.new_empty(needed)
-        self._finite = bits.finite
-        _tensors(bits).stage_tensor(stretch.spans, _words(self._room, 0, stretch))
-
-    def move(self, stretches: Sequence[Stretch]) -> list[Found]:
-        """See `Snapshot.move`."""
-        stretch, = stretches
         new, old = _words(self._room, 0, stretch), self._held(stretch)
+        _tensors(bits).stage_tensor(stretch.spans, new)
         places = (new != old).nonzero().view(-1)
         values, olds = _on_host(new[places], stretch), _on_host(old[places], stretch)
         old.copy_(new)
         offsets, blocks, counts = numpy_kernels.located(places.cpu().numpy(), stretch.lengths)
         return [encoded(stretch, new=lambda: _on_host(new, stretch), counts=counts, values=values, undo=Undo(blocks, offsets, olds),
-                        finite=self._finite, kernels=self._kernels)]
+                        finite=bits.finite, kernels=self._kernels)]
 
     def undo(self, stretch: Stretch, undo: Undo) -> None:
         """See `Snapshot.undo`."""

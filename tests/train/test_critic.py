@@ -145,7 +145,7 @@ def test_the_critic_is_saved_and_never_published_or_exported(untied: Path, tmp_p
     assert {"critic/model/head.weight", "critic/exp_avg/head.bias", "critic/updates", "critic/exp_avg/lm.norm.weight"} <= names
     assert not any("lm_head" in name for name in names)
     assert all(name.removeprefix("model/") in dict(rank._lm.named_parameters()) for name in rank._tensors() if name.startswith("model/"))
-    assert {piece.name for piece, _ in rank._bits()} <= set(dict(rank._lm.named_parameters()))
+    assert {piece.name for piece in rank._bits().pieces} <= set(dict(rank._lm.named_parameters()))
     rank.export(Request("export", body={"folder": str(tmp_path / "export")}))
     assert inline_rank(tmp_path / "export", tmp_path)._lm.config == rank._lm.config
 

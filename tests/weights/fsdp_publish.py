@@ -1,4 +1,4 @@
-"""One rank of `test_fsdp`: publishes an anchor and a delta of a small model, sharded, replicated, and on rank 0 whole.
+"""One rank of `test_fsdp`: publishes an anchor and deltas of a small model, sharded, replicated, and on rank 0 whole.
 
 Run as RANK WORLD FOLDER.
 """
@@ -48,11 +48,11 @@ def train(model: nn.Module) -> None:
         model.steps += 1
 
 
-def publish_twice(model: nn.Module, *, rank: int, world: int, folder: Path) -> None:
+def publish_versions(model: nn.Module, *, rank: int, world: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     store = StoreTransport(folder / "weights")
     publisher = Publisher(local_pieces(model, rank=rank, dtype="bfloat16"), rank=rank, sink=store)
-    for version, base in ((0, None), (1, 0)):
+    for version, base in ((0, None), (1, 0), (2, 1), (3, 2)):
         publication = publisher.publish(local_bits(model, rank=rank, dtype="bfloat16"), version=version, base=base)
         (folder / f"rank{rank}-v{version}.json").write_text(json.dumps(publication.to_wire()))
         barrier(world)
@@ -80,10 +80,10 @@ def main() -> None:
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     if rank == 0:
         torch.manual_seed(0)
-        publish_twice(Model(), rank=0, world=1, folder=folder / "whole")
+        publish_versions(Model(), rank=0, world=1, folder=folder / "whole")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=30))
     for kind, shape, names in (("shard", (world,), ("shard",)), ("replicate", (world, 1), ("replicate", "shard"))):
-        publish_twice(sharded(init_device_mesh("cpu", shape, mesh_dim_names=names)), rank=rank, world=world, folder=folder / kind)
+        publish_versions(sharded(init_device_mesh("cpu", shape, mesh_dim_names=names)), rank=rank, world=world, folder=folder / kind)
     dist.destroy_process_group()
 
 
