@@ -35,11 +35,12 @@ class BackgroundFetch:
         with self._lock:
             if self._wanted == manifest and not isinstance(self._outcome, Exception):
                 return
-            self._wanted, self._outcome = manifest, None
             if self._thread is None:
                 # a daemon: an engine that ends does not wait for a file system that does not answer
-                self._thread = threading.Thread(target=self._work, name="asyncrl-fetch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="asyncrl-fetch", daemon=True)
+                thread.start()  # may raise; it waits for the lock
+                self._thread = thread
+            self._wanted, self._outcome = manifest, None
 
     def outcome(self, manifest: Manifest) -> Shares | None:
         """What the fetch of `manifest` gave; None while it is under way. Raises its error, WeightSyncError when it was given up."""

@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from asyncrl.errors import WeightSyncError
 
 Mode = Literal["blk16", "bitmap", "dense"]
+
+_WHOLE = ConfigDict(extra="forbid")
+"""A field nobody knows changes what the others mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class Piece:
 class Packed:
     """The file of a part that is kept in planes, compressed."""
 
+    __pydantic_config__ = _WHOLE
+
     bytes: int
     xxh3: str
     """xxh3-128 of the file, hexadecimal."""
@@ -41,6 +48,8 @@ class Packed:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Payloads that one rank wrote, back to back: one file of a version."""
+
+    __pydantic_config__ = _WHOLE
 
     path: str
     """Relative to the store."""
@@ -59,6 +68,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """The changes of one contiguous piece of one checkpoint tensor."""
+
+    __pydantic_config__ = _WHOLE
 
     name: str
     """Hugging Face name."""
@@ -84,6 +95,8 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What an engine needs to move from `base` to `version`, and to prove it did."""
+
+    __pydantic_config__ = _WHOLE
 
     run_epoch: int
     """Changes when versions could repeat, after a recovery that is not bit-equal."""
@@ -112,9 +125,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest `to_json` wrote. Raises ValueError, KeyError or TypeError on anything else."""
-        raw: dict[str, Any] = json.loads(text)
-        return cls(**(raw | _parts_and_entries(raw, "tensors")))
+        """The manifest `to_json` wrote. Raises ValueError, naming the first field that is missing, unknown or of another type."""
+        try:
+            return _MANIFEST.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +152,9 @@ class RankPublication:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RankPublication:
         """The publication `to_wire` described."""
-        return cls(**(dict(wire) | _parts_and_entries(wire, "entries")))
+        parts = tuple(Part(**(part | {"packed": part["packed"] and Packed(**part["packed"])})) for part in wire["parts"])
+        entries = tuple(TensorEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in wire["entries"])
+        return cls(**(dict(wire) | {"parts": parts, "entries": entries}))
 
 
 def merge(publications: Sequence[RankPublication], *, run_epoch: int, version: int, base: int | None) -> Manifest:
@@ -153,11 +171,7 @@ def merge(publications: Sequence[RankPublication], *, run_epoch: int, version: i
     return Manifest(run_epoch=run_epoch, version=version, base=base, parts=tuple(parts), tensors=tuple(entries), state_hash=state_hash)
 
 
-def _parts_and_entries(raw: Mapping[str, Any], entries: str) -> dict[str, Any]:
-    return {"parts": tuple(Part(**(part | {"packed": part["packed"] and Packed(**part["packed"])})) for part in raw["parts"]),
-            entries: tuple(TensorEntry(**(entry | {"shape": tuple(entry["shape"])})) for entry in raw[entries])}
-
-
+_MANIFEST = TypeAdapter(Manifest)
 _ENTRY_FIELDS = tuple(field.name for field in dataclasses.fields(TensorEntry))
 
 

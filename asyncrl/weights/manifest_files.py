@@ -49,7 +49,7 @@ def read_manifest(files: Files, version: int, name: str) -> Manifest | None:
         if _digest(text) != raw["xxh3"]:
             raise ValueError("its checksum does not match")
         found = Manifest.from_json(text)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightSyncError(f"the manifest of version {version} is damaged: {error}") from error
     if found.version != version or (found.base is None) != (name == ANCHOR):
         raise WeightSyncError(f"the manifest {name} of version {version} says it is version {found.version} on base {found.base}")

@@ -169,7 +169,8 @@ class Receiver:
         found: dict[str, int] = {}
         try:
             for name, target in self._targets.items():
-                _add(found, self._class_of(name), _whole_hash(target, held.dtypes[name]))
+                dtype = held.dtypes.get(name, target.dtype)  # what has no elements is in no manifest
+                _add(found, self._class_of(name), _whole_hash(target, dtype))
             if found != held.shares:
                 raise WeightSyncError(f"version {held.manifest.version} should hash to {_text(held.shares)}, "
                                       f"memory hashes to {_text(found)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import Protocol
 
@@ -63,7 +63,9 @@ class HostSnapshot:
         """See `Snapshot.move`."""
         if len(stretches) == 1:
             return [self._move(bits, stretches[0], 0)]
-        return [one.result() for one in [self._pool.submit(self._move, bits, stretch, number) for number, stretch in enumerate(stretches)]]
+        moving = [self._pool.submit(self._move, bits, stretch, number) for number, stretch in enumerate(stretches)]
+        wait(moving)  # when one fails, no other goes on behind the back of what is done about it
+        return [one.result() for one in moving]
 
     def undo(self, stretch: Stretch, undo: Undo) -> None:
         """See `Snapshot.undo`."""

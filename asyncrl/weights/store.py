@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +48,7 @@ def open_store(config: StoreConfig, *, folder: Path, run: str) -> StoreTransport
             files = LocalFiles(Path(root).absolute() / run, durable=True)
         else:
             from asyncrl.weights.remote_files import RemoteFiles
-            files = RemoteFiles(f"{root.rstrip('/')}/{run}")
+            files = RemoteFiles(f"{root}{'' if root.endswith('/') else '/'}{run}")
     except (OSError, ImportError, ValueError) as error:
         raise unusable(config, error) from error
     if config.compression == "zstd":
@@ -122,7 +122,9 @@ class StoreTransport:
             return [manifest]
 
         def find(version: int, anchor: bool) -> Manifest | None:
-            found = self._read(version, ANCHOR if anchor else DELTA)
+            found = None
+            with suppress(OSError):  # what cannot be read is no way
+                found = self._read(version, ANCHOR if anchor else DELTA)
             return found if found is not None and found.run_epoch == manifest.run_epoch else None
 
         found, why = ways(manifest, held=held, find=find)
@@ -161,24 +163,25 @@ class StoreTransport:
         return found
 
     def versions(self) -> tuple[int, ...]:
-        """Committed versions, ascending."""
-        return tuple(sorted({version for version, _ in committed_paths(self._files.sizes())}))
+        """Committed versions, ascending. Raises WeightSyncError if the store cannot be read."""
+        with _reading():
+            return tuple(sorted({version for version, _ in committed_paths(self._files.sizes())}))
 
     def latest(self) -> int | None:
         """The newest committed version."""
         return max(self.versions(), default=None)
 
     def newest_epoch(self) -> int | None:
-        """See `VersionLog.newest_epoch`."""
-        return max((link.run_epoch for link, _ in self._stored.of(self._files.sizes()).values()), default=None)
+        """See `VersionLog.newest_epoch`. Raises WeightSyncError if the store cannot be read."""
+        with _reading():
+            stored = self._stored.of(self._files.sizes())
+        return max((link.run_epoch for link, _ in stored.values()), default=None)
 
     def retain(self, slowest: int | None) -> None:
         """See `VersionLog.retain`. What cannot be removed stays until the next time. Raises WeightSyncError if the store cannot be read."""
-        try:
+        with _reading():
             sizes = self._files.sizes()
             stored = self._stored.of(sizes)
-        except OSError as error:
-            raise WeightSyncError(f"the store cannot be read: {error}") from error
         gone = set(superfluous([link for link, _ in stored.values()], slowest=slowest, keep_bytes=self._keep_bytes))
         kept = {path: both for path, both in stored.items() if both[0] not in gone}
         wanted = {part.path for _, manifest in kept.values() for part in manifest.parts}
@@ -209,7 +212,19 @@ class StoreTransport:
         return next((part for part in manifest.parts if sizes.get(part.path) != part.file_bytes), None)
 
     def _is_whole(self, manifest: Manifest) -> bool:
-        return self._lacking(manifest) is None and self._damaged.isdisjoint(part.path for part in manifest.parts)
+        try:
+            lacking = self._lacking(manifest)
+        except OSError:
+            return False
+        return lacking is None and self._damaged.isdisjoint(part.path for part in manifest.parts)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightSyncError(f"the store cannot be read: {error}") from error
 
 
 class _Measured:

@@ -131,6 +131,7 @@ def check_manifest(manifest: Manifest, targets: Mapping[str, Target], *, dtypes:
         short = [name for name, target in targets.items() if covered.get(name, 0) != math.prod(target.shape)]
         if short:
             raise WeightSyncError(f"anchor {manifest.version} leaves {len(short)} tensors unset or in part: {', '.join(short[:_SHOWN])} …")
+    _check_parts(manifest)
 
 
 def _check_entry(entry: TensorEntry, manifest: Manifest, targets: Mapping[str, Target]) -> None:
@@ -149,9 +150,20 @@ def _check_entry(entry: TensorEntry, manifest: Manifest, targets: Mapping[str, T
     if not 0 <= entry.part < len(manifest.parts):
         raise WeightSyncError(f"{entry.name} names part {entry.part} of {len(manifest.parts)}")
     expected = payload_bytes(entry.mode, length=entry.length, count=entry.count, itemsize=word_dtype(entry.dtype).itemsize)
-    if entry.bytes != expected or not 0 <= entry.offset <= manifest.parts[entry.part].bytes - entry.bytes:
-        raise WeightSyncError(f"{entry.name}: payload of {entry.bytes} bytes at {entry.offset} should have {expected} "
-                              f"inside a part of {manifest.parts[entry.part].bytes}")
+    if entry.bytes != expected:
+        raise WeightSyncError(f"{entry.name}: payload of {entry.bytes} bytes should have {expected}")
+
+
+def _check_parts(manifest: Manifest) -> None:
+    """Payloads lie back to back and are all there is: no part can be made larger than what the model needs."""
+    ends = [0] * len(manifest.parts)
+    for entry in manifest.tensors:
+        if entry.offset != ends[entry.part]:
+            raise WeightSyncError(f"{entry.name}: its payload at {entry.offset} should be at {ends[entry.part]} of part {entry.part}")
+        ends[entry.part] += entry.bytes
+    for part, end in zip(manifest.parts, ends, strict=True):
+        if part.bytes != end:
+            raise WeightSyncError(f"part {part.path} should have the {end} bytes of its payloads, has {part.bytes}")
 
 
 def _coverage(manifest: Manifest) -> dict[str, int]:

@@ -121,6 +121,8 @@ def _local(model: nn.Module, *, rank: int, dtype: PublishedDtype, but: Collectio
     for name, tensor in _checkpoint_state(model).items():
         if name in but:
             continue
+        if tensor.is_meta:
+            raise WeightSyncError(f"{name} is on the meta device: it has no values to publish")
         cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         published = dtype_name(name, getattr(torch, dtype) if cast else tensor.dtype)
         start, shard = _shard(name, tensor.detach(), rank=rank)

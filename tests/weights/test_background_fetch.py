@@ -93,3 +93,19 @@ def test_what_was_used_is_not_given_again(slow):
     fetching.forget()
     with pytest.raises(WeightSyncError, match=r"version 1 is not being fetched$"):
         fetching.outcome(manifest(1))
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_time_works(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    slow = Slow()
+    fetching = BackgroundFetch(slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start"):
+            fetching.begin(manifest(1))
+    assert not fetching.busy
+    fetching.begin(manifest(1))
+    slow.end(fetching)
+    assert fetching.outcome(manifest(1)) == {"": 1}

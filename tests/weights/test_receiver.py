@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.errors import WeightSyncError, WrongBase
-from asyncrl.weights.manifest import Manifest
+from asyncrl.weights.manifest import Manifest, Packed
 from asyncrl.weights.receiver import AUDIT_EVERY_DELTAS, Receiver, joined
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.targets import MemoryTarget
@@ -218,8 +218,8 @@ def entry_changes(**changes):
     (entry_changes(length=0), "lie outside"),
     (entry_changes(part=1), "names part 1 of 1"),
     (entry_changes(part=-1), "names part -1 of 1"),
-    (entry_changes(offset=10_000), "should have"),
-    (entry_changes(offset=-1), "should have"),
+    (entry_changes(offset=10_000), "should be at 0 of part 0"),
+    (entry_changes(offset=-1), "should be at 0 of part 0"),
     (entry_changes(count=3), "should have"),
     (entry_changes(count=281), "cannot have 281"),
     (entry_changes(mode="lz4"), "unknown payload mode"),
@@ -227,7 +227,10 @@ def entry_changes(**changes):
     (lambda m: dataclasses.replace(m, tensors=(*m.tensors, m.tensors[0])), "pieces overlap"),
     (lambda m: dataclasses.replace(m, tensors=m.tensors[:-1], base=None), "in an anchor, which must be dense"),
     (lambda m: dataclasses.replace(m, state_hash=m.state_hash ^ 1), "would lead to state"),
-    (lambda m: dataclasses.replace(m, tensors=m.tensors[1:]), "would lead to state"),
+    (lambda m: dataclasses.replace(m, tensors=m.tensors[1:]), "should be at 0 of part 0"),
+    (lambda m: dataclasses.replace(m, tensors=m.tensors[::-1]), "should be at 0 of part 0"),
+    (lambda m: dataclasses.replace(m, tensors=m.tensors[:-1]), "bytes of its payloads"),
+    (lambda m: dataclasses.replace(m, parts=(dataclasses.replace(m.parts[0], bytes=1 << 60, packed=Packed(1, "")),)), "of its payloads"),
 ])
 def test_a_manifest_that_does_not_fit_is_refused_before_writing(synced, spoil, message):
     rig, targets, receiver = synced

@@ -10,6 +10,7 @@ from asyncrl.weights.config import StoreConfig
 from asyncrl.weights.ends import TransportSpec, log_of, source_of
 from asyncrl.weights.manifest import Manifest, Part, RankPublication, merge
 from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.store import open_store
 from asyncrl.weights.torch_pieces import memory_targets
 from tests.weights.places import KINDS, Place, committed, written
 
@@ -154,7 +155,9 @@ def test_writing_a_version_again_leaves_the_committed_one_whole(place):
     assert place.store.parts(manifest)[0].tobytes() == b"abc"
 
 
-@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "v000000/../../outside", "memory://outside", "..\\outside", ""])
+@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "v000000/../../outside", "memory://outside", "..\\outside", "", ".",
+                                  "./v000000", "v000000//x", "v000000/\0", "v000000/\ud800", "v000000/*", "~/outside", "v000000/x\n",
+                                  ".hidden"])
 def test_a_part_outside_the_store_is_refused(place, tmp_path, path):
     (tmp_path / "outside").write_bytes(b"abc")
     with pytest.raises(WeightSyncError, match="outside the store"):
@@ -227,6 +230,13 @@ def test_a_place_too_full_to_pull_into_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(WeightSyncError, match="No space left"):
         place.store.open_part(part)
+
+
+def test_a_url_without_a_path_stays_one(tmp_path):
+    store = open_store(StoreConfig(root="memory://"), folder=tmp_path, run=f"run-{tmp_path.name}")
+    manifest = committed(store, 0)
+    assert store.parts(manifest)[0].tobytes() == b"abcd" * 300
+    assert fsspec.filesystem("memory").exists(f"/run-{tmp_path.name}/v000000/anchor.json")
 
 
 def test_merge_counts_parts_over_ranks_and_adds_hash_shares():

@@ -1,11 +1,15 @@
 """Which files lead to a version, and which may go."""
 
+import shutil
 import threading
 
 import numpy as np
 import pytest
 
 from asyncrl.errors import WeightSyncError, WrongBase
+from asyncrl.weights.files import LocalFiles
+from asyncrl.weights.receiver import Receiver
+from asyncrl.weights.torch_pieces import memory_targets
 from asyncrl.weights.transport import HeldVersion
 from tests.weights.places import KINDS, Place, committed
 
@@ -153,3 +157,43 @@ def test_a_reader_loses_nothing_while_files_are_retained_behind_it(place):
     assert (failures, done.is_set()) == ([], True)
     place.store.retain(40)
     assert place.store.versions() == (40,)
+
+
+@pytest.mark.parametrize("spoil", ["manifest", "folder"])
+@pytest.mark.parametrize("anchored", [False, True])
+def test_what_cannot_be_read_is_no_way_and_never_an_error_of_the_filesystem(rig, spoil, anchored):
+    targets = rig.targets()
+    receiver = Receiver(memory_targets(targets), source=rig.store)
+    receiver.apply(rig.publish(0, base=None))
+    for version in (1, 2):
+        rig.change()
+        newest = rig.publish(version, base=version - 1)
+    folder = rig.root / "v000001"
+    if spoil == "folder":
+        shutil.rmtree(folder)
+        folder.write_bytes(b"no folder")
+    else:
+        (folder / "delta.json").unlink()
+        (folder / "delta.json").mkdir()
+    if anchored:
+        rig.anchor()
+        receiver.apply(newest)
+        assert rig.holds(targets)
+    else:
+        with pytest.raises(WrongBase, match="version 1 is not in the store"):
+            receiver.apply(newest)
+        assert receiver.version == 0
+
+
+def test_a_store_that_cannot_be_listed_says_so(rig, monkeypatch):
+    receiver = Receiver(memory_targets(rig.targets()), source=rig.store)
+    anchor = rig.publish(0, base=None)
+
+    def denied(files, folder=""):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalFiles, "sizes", denied)
+    for ask in (rig.store.versions, rig.store.latest, rig.store.newest_epoch, lambda: rig.store.retain(0)):
+        with pytest.raises(WeightSyncError, match=r"cannot be read.*Permission denied"):
+            ask()
+    assert receiver.apply(anchor) == anchor.state_hash  # its parts can

@@ -142,3 +142,10 @@ def test_state_that_is_no_tensor_is_refused():
 
     with pytest.raises(WeightSyncError, match="_extra_state is a dict"):
         checkpoint_tensors(Extra())
+
+
+def test_a_model_without_values_is_refused_by_name():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(WeightSyncError, match="weight is on the meta device"):
+        local_pieces(model, rank=0, dtype="bfloat16")

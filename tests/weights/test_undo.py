@@ -226,3 +226,29 @@ def test_a_device_publishes_the_bytes_the_host_does(dtype):
         assert held(made[0]) == held(made[1])
     assert sinks[0].parts == sinks[1].parts
     assert made[0].anchor() == made[1].anchor()
+
+
+def test_when_one_thread_fails_no_other_still_moves_the_snapshot(monkeypatch):
+    monkeypatch.setattr(snapshot.HostSnapshot, "most_elements", 100)
+    model = Mixed()
+    pieces = local_pieces(model, rank=0, dtype="float32")
+    sender = Publisher(pieces, rank=0, sink=Sink(), threads=2)
+    sender.publish(local_bits(model, rank=0, dtype="float32"), version=0, base=None)
+    sender.committed(0)
+    failed, rolled_back, early = threading.Event(), threading.Event(), []
+    move, roll_back = snapshot.HostSnapshot._move, Publisher._roll_back
+
+    def first_fails(held, bits, stretch, number):
+        if number == 0:
+            failed.set()
+            raise MemoryError
+        assert failed.wait(20)
+        early.append(rolled_back.wait(0.1))
+        return move(held, bits, stretch, number)
+
+    monkeypatch.setattr(snapshot.HostSnapshot, "_move", first_fails)
+    monkeypatch.setattr(Publisher, "_roll_back", lambda publisher: (rolled_back.set(), roll_back(publisher)))
+    with pytest.raises(MemoryError):
+        sender.publish(local_bits(model, rank=0, dtype="float32"), version=1, base=0)
+    assert early == [False]
+    assert sender.version is None
