@@ -130,7 +130,15 @@ class StoreTransport:
         found, why = ways(manifest, held=held, find=find)
         if not found:
             raise WrongBase(f"no chain leads from {held or 'nothing'} to version {manifest.version}: {why}")
-        return min(found, key=lambda way: (not all(map(self._is_whole, way)), sum(link.payload_bytes for link in way)))
+        # ways share their links, and looking at one may be a round trip
+        links = {(link.version, link.base): link for way in found for link in way}
+        cost = {place: (not self._is_whole(link), link.payload_bytes) for place, link in links.items()}
+
+        def cost_of(way: Sequence[Manifest]) -> tuple[bool, int]:
+            broken, sizes = zip(*(cost[link.version, link.base] for link in way), strict=True)
+            return any(broken), sum(sizes)
+
+        return min(found, key=cost_of)
 
     def parts(self, manifest: Manifest) -> Sequence[NDArray[np.uint8]]:
         """See `PartSource.parts`."""

@@ -73,6 +73,18 @@ def test_a_chain_goes_round_a_damaged_link_where_an_anchor_allows_it(place, dama
     assert place.store.chain(newest, held=held) == [link, newest]
 
 
+def test_every_link_is_looked_at_once_however_many_ways_there_are(place, monkeypatch):
+    committed(place.store, 0)
+    for version in range(1, 13):
+        newest = committed(place.store, version, base=version - 1)
+        committed(place.store, version)
+    looked = []
+    sizes = type(place.files).sizes
+    monkeypatch.setattr(type(place.files), "sizes", lambda files, folder="": (looked.append(folder), sizes(files, folder))[1])
+    assert versions_of(place.store.chain(newest, held=None)) == [(12, None)]
+    assert len(looked) <= 13 + 12
+
+
 def test_an_anchor_that_is_asked_for_is_the_only_way(place):
     committed(place.store, 0)
     committed(place.store, 1, base=0)
