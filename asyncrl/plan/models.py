@@ -111,8 +111,8 @@ def _check_keys(config: Mapping[str, Any]) -> None:
         needed.append("intermediate_size")
     missing = [key for key in needed if not _is_size(config.get(key))]
     if missing:
-        raise ConfigError("model", value=f"config.json whose {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} no positive integer",
-                          allowed=f"a Hugging Face configuration with {', '.join(needed)}",
+        raise ConfigError("model", value=f"config.json without {', '.join(missing)}",
+                          allowed=f"a Hugging Face configuration with positive whole numbers as {', '.join(needed)}",
                           remedy="Take the config.json saved with the model's weights, or build a ModelShape(...) by hand.")
 
 

@@ -14,7 +14,7 @@ def test_the_table_has_the_machines_of_the_data_sheets() -> None:
 
 
 def test_an_unknown_machine_lists_those_known() -> None:
-    with pytest.raises(ConfigError, match="h100, h200.*custom"):
+    with pytest.raises(ConfigError, match=r"h100, h200.*custom"):
         hardware_named("tpu")
 
 
