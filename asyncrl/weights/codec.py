@@ -127,6 +127,16 @@ def put(memory: Bits, changes: Changes) -> None:
         kernels_for(len(changes.indices)).put(memory, changes.indices, changes.values)
 
 
+def holds(memory: Bits, changes: Changes) -> bool:
+    """Whether a whole piece in `memory`, flat, has the bits of `changes` where they belong."""
+    if changes.indices is None:
+        return bool(np.array_equal(memory, changes.values))
+    if not len(changes.indices):
+        return True
+    assert 0 <= changes.indices[0] <= changes.indices[-1] < len(memory), "compiled code checks no bounds; indices ascend"
+    return bool(kernels_for(len(changes.indices)).holds(memory, changes.indices, changes.values))
+
+
 def _indices(head: NDArray[np.uint8], *, mode: Mode, length: int, count: int) -> NDArray[np.int64] | None:
     """Of a payload without its values; None when they are not `count` ascending ones below `length`."""
     out, kernels = np.empty(count, np.int64), kernels_for(length)

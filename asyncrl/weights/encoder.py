@@ -64,14 +64,18 @@ class Encoder:
         self._kernels = kernels
         self._offsets, self._values, self._olds = Scratch(), Scratch(), Scratch()
 
-    def move(self, stretch: Stretch, *, new: Bits, old: Bits, finite: bool) -> Found:
-        """Make `old` equal to `new`, both flat and all of the stretch, and say what that changed."""
+    def move(self, stretch: Stretch, *, scan: Callable[..., int], old: Bits, finite: bool) -> Found:
+        """Make `old`, flat and all of the stretch, equal to the new bits, and say what that changed.
+
+        Args:
+            scan: a kernel's `scan`, given the new bits.
+        """
         blocks, counts = np.empty(stretch.blocks, np.uint32), np.empty(len(stretch.runs), np.int64)
-        offsets = self._offsets.words(len(new), np.dtype(np.uint16))
-        values, olds = self._values.words(len(new), new.dtype), self._olds.words(len(new), new.dtype)
-        found = self._kernels.scan(new, old, stretch.lengths, offsets, values, olds, blocks, counts)
+        offsets = self._offsets.words(len(old), np.dtype(np.uint16))
+        values, olds = self._values.words(len(old), old.dtype), self._olds.words(len(old), old.dtype)
+        found = scan(old, stretch.lengths, offsets, values, olds, blocks, counts)
         undo = Undo(blocks, offsets[:found].copy(), olds[:found].copy())
-        return encoded(stretch, new=lambda: new, counts=counts, values=values[:found], undo=undo, finite=finite, kernels=self._kernels)
+        return encoded(stretch, new=lambda: old, counts=counts, values=values[:found], undo=undo, finite=finite, kernels=self._kernels)
 
 
 class Scratch:

@@ -12,7 +12,7 @@ from asyncrl.weights import numpy_kernels
 
 COMPILED_FROM_ELEMENTS = 1 << 20
 """Compiling takes seconds where no cache of it is found, NumPy a millisecond or two for that many: a small run never waits for it."""
-LOADED_FROM_ELEMENTS = 1 << 12
+LOADED_FROM_ELEMENTS = 1 << 9
 """In a process that has waited, compiled functions do the small work beside the large: the changes of a large run may be few."""
 
 

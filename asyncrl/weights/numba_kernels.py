@@ -1,24 +1,25 @@
-"""What `numpy_kernels` gives, bit for bit, compiled: at the speed of memory where little changed. The one file that imports numba.
+"""What `numpy_kernels` gives, bit for bit, compiled: at the speed of memory where little changed.
 
-A scan compares 64 elements at a time, as one vector of the compiler's, whose result is a word of 64 flags: equal stretches cost a load and
-a branch, and of others only what changed is visited, from set bit to set bit. All functions release the GIL.
+A scan compares 64 elements at a time, as one vector of the compiler's, whose result is a word of 64 flags; weights that are float32 and go out
+as bfloat16 are rounded on the way, in registers. The flags of a block are found first, then where they are set, then what lies there: each
+pass has few branches, none of them on what is found, and works on what the second-level cache still holds. All functions release the GIL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
+
+from asyncrl.weights.numba_intrinsics import differing, eight_bytes, lowest_bit, put_eight_bytes, set_bits, word_at
 
 _BLOCK = 1 << 16
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_U0, _U1, _U27, _U30, _U31 = (np.uint64(number) for number in (0, 1, 27, 30, 31))
+_U0, _U1, _U8, _U27, _U30, _U31 = (np.uint64(number) for number in (0, 1, 8, 27, 30, 31))
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,30 +47,6 @@ def _plain(argument: Any) -> Any:
     return argument
 
 
-@intrinsic
-def _differing(_context: Any, new: Any, old: Any, place: Any) -> Any:
-    """uint64 whose bit j is set where element `place` + j of two arrays differs, of 64 elements that must be there."""
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(signature.args[0].dtype.bitwidth), 64)
-        loaded = []
-        for kind, value in zip(signature.args[:2], arguments[:2], strict=True):
-            data = context.make_array(kind)(context, builder, value).data
-            address = builder.bitcast(builder.gep(data, [arguments[2]]), vector.as_pointer())
-            loaded.append(builder.load(address, align=1))
-        return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
-
-    return types.uint64(new, old, place), generate
-
-
-@intrinsic
-def _lowest_bit(_context: Any, flags: Any) -> Any:
-    """Place of the lowest set bit of a uint64 that is not 0."""
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), generate
-
-
 @njit(nogil=True, inline="always")
 def _factor(x):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> _U30)) * _FIRST_FACTOR
@@ -77,34 +54,113 @@ def _factor(x):  # type: ignore[no-untyped-def]
     return (x ^ (x >> _U31)) | _U1
 
 
+@njit(nogil=True)
+def _name_bits(flags, first, out, found):  # type: ignore[no-untyped-def]
+    """Write the places of the bits set in 64 flags, the first of which stands for `first`, to `out` from `found` on; where they end.
+
+    Up to four are written whatever is set, as far as `out` reaches: that costs less than a branch which nobody can foresee.
+    """
+    if flags == _U0:
+        return found
+    count = set_bits(flags)
+    if count == 64:
+        for bit in range(64):
+            out[found + bit] = first + bit
+    elif count <= 4 and found + 4 <= out.size:
+        for at in range(4):
+            out[found + at] = first + lowest_bit(flags)
+            flags &= flags - _U1
+    else:
+        for at in range(count):
+            out[found + at] = first + lowest_bit(flags)
+            flags &= flags - _U1
+    return found + count
+
+
+@njit(nogil=True)
+def _scan_block(address, like, old, flags, offsets, values, olds):  # type: ignore[no-untyped-def]
+    words, found = old.size // 64, 0
+    for word in range(words):
+        flags[word] = differing(address, like, old, 64 * word)
+    for word in range(words):
+        found = _name_bits(flags[word], 64 * word, offsets, found)
+    for at in range(64 * words, old.size):
+        if word_at(address, like, old, at) != old[at]:
+            offsets[found] = at
+            found += 1
+    if found == old.size:
+        for at in range(found):
+            values[at], olds[at] = word_at(address, like, old, at), old[at]
+        old[:] = values[:found]
+    else:
+        for change in range(found):
+            at = np.int64(offsets[change])
+            values[change], olds[change] = word_at(address, like, old, at), old[at]
+            old[at] = values[change]
+    return found
+
+
 @_compiled
-def scan(new, old, lengths, offsets, values, olds, blocks, counts):  # type: ignore[no-untyped-def]
-    """See `numpy_kernels.scan`."""
+def _scan(addresses, like, old, lengths, offsets, values, olds, blocks, counts):  # type: ignore[no-untyped-def]
+    flags = np.empty(_BLOCK // 64, np.uint64)
     start, block, found = 0, 0, 0
     for run in range(lengths.size):
-        end, before_run = start + lengths[run], found
-        for low in range(start, end, _BLOCK):
-            high, before = min(low + _BLOCK, end), found
-            place = low
-            while place + 64 <= high:
-                flags = _differing(new, old, place)
-                while flags != _U0:
-                    at = place + _lowest_bit(flags)
-                    offsets[found], values[found], olds[found] = at - low, new[at], old[at]
-                    old[at] = new[at]
-                    found += 1
-                    flags &= flags - _U1
-                place += 64
-            for at in range(place, high):
-                if new[at] != old[at]:
-                    offsets[found], values[found], olds[found] = at - low, new[at], old[at]
-                    old[at] = new[at]
-                    found += 1
-            blocks[block] = found - before
+        before_run = found
+        for low in range(0, lengths[run], _BLOCK):
+            high = min(low + _BLOCK, lengths[run])
+            room = found + high - low
+            blocks[block] = _scan_block(addresses[run] + np.uint64(low * like.itemsize), like, old[start + low:start + high], flags,
+                                        offsets[found:room], values[found:room], olds[found:room])
+            found += np.int64(blocks[block])
             block += 1
         counts[run] = found - before_run
-        start = end
+        start += lengths[run]
     return found
+
+
+def scan(new: Any, old: Any, lengths: Any, offsets: Any, values: Any, olds: Any, blocks: Any, counts: Any) -> int:
+    """See `numpy_kernels.scan`."""
+    return scan_sources([new], old, lengths, offsets, values, olds, blocks, counts)
+
+
+def scan_sources(sources: Sequence[Any], old: Any, lengths: Any, offsets: Any, values: Any, olds: Any, blocks: Any, counts: Any) -> int:
+    """As `scan`, of bits that lie in several contiguous arrays, each of one or more whole runs.
+
+    Where `old` holds bfloat16 the arrays may hold the bits of float32: they are rounded to nearest even, a NaN to 0x7FC0.
+    """
+    sizes = np.array([source.size for source in sources])
+    ends, starts = np.cumsum(sizes), np.cumsum(lengths) - lengths
+    assert ends[-1] == starts[-1] + lengths[-1] == old.size, "compiled code checks no bounds"
+    of = np.searchsorted(ends, starts, side="right")
+    begins = np.array([source.__array_interface__["data"][0] for source in sources], np.uint64)
+    addresses = begins[of] + ((starts - (ends - sizes)[of]) * sources[0].itemsize).astype(np.uint64)
+    return int(_scan(addresses, np.empty(0, sources[0].dtype), old, lengths, offsets, values, olds, blocks, counts))
+
+
+@njit(nogil=True)
+def _put_flags(flags, word, bits):  # type: ignore[no-untyped-def]
+    if 8 * word + 8 <= flags.size:
+        put_eight_bytes(flags, 8 * word, bits)
+    else:
+        for byte in range(8 * word, flags.size):
+            flags[byte] = np.uint8(bits & np.uint64(0xFF))
+            bits >>= _U8
+
+
+@njit(nogil=True)
+def _flag(blocks, offsets, flags):  # type: ignore[no-untyped-def]
+    """Set the bits of changes; 64 are gathered in a register."""
+    at, word, bits = 0, 0, _U0
+    for block in range(blocks.size // 4):
+        changed = np.int64(blocks[4 * block]) + (np.int64(blocks[4 * block + 1]) << 8) + (np.int64(blocks[4 * block + 2]) << 16)
+        for change in range(at, at + changed):
+            element = block * _BLOCK + np.int64(offsets[2 * change]) + (np.int64(offsets[2 * change + 1]) << 8)
+            if element >> 6 != word:
+                _put_flags(flags, word, bits)
+                word, bits = element >> 6, _U0
+            bits |= _U1 << np.uint64(element & 63)
+        at += changed
+    _put_flags(flags, word, bits)
 
 
 @_compiled
@@ -126,14 +182,7 @@ def pack(lengths, counts, modes, new, offsets, values, blocks, out):  # type: ig
             else:
                 flags = out[place:place + (length + 7) // 8]
                 flags[:] = 0
-                at = found
-                for number in range(run_blocks):
-                    base = 4 * (block + number)
-                    changed = blocks[base] + (blocks[base + 1] << 8) + (blocks[base + 2] << 16)
-                    for _ in range(changed):
-                        element = number * _BLOCK + offsets[2 * at] + (offsets[2 * at + 1] << 8)
-                        flags[element >> 3] |= np.uint8(1 << (element & 7))
-                        at += 1
+                _flag(blocks[4 * block:4 * (block + run_blocks)], offsets[2 * found:2 * (found + count)], flags)
                 place += flags.size
             out[place:place + count * width] = values[found * width:(found + count) * width]
             place += count * width
@@ -225,16 +274,18 @@ def block_indices(blocks, offsets, length, out):  # type: ignore[no-untyped-def]
 @_compiled
 def flag_indices(flags, length, out):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.flag_indices`."""
-    found = 0
-    for place in range(flags.size):
-        byte = np.uint64(flags[place])
-        while byte != _U0:
-            if found == out.size or 8 * place + _lowest_bit(byte) >= length:
-                return False
-            out[found] = 8 * place + _lowest_bit(byte)
-            found += 1
-            byte &= byte - _U1
-    return found == out.size
+    found, words = 0, flags.size // 8
+    for word in range(words):
+        bits = eight_bytes(flags, 8 * word)
+        if found + set_bits(bits) > out.size:
+            return False
+        found = _name_bits(bits, 64 * word, out, found)
+    for byte in range(8 * words, flags.size):
+        bits = np.uint64(flags[byte])
+        if found + set_bits(bits) > out.size:
+            return False
+        found = _name_bits(bits, 8 * byte, out, found)
+    return found == out.size and (found == 0 or out[found - 1] < length)
 
 
 @_compiled
@@ -249,6 +300,15 @@ def put(memory, indices, values):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.put`."""
     for at in range(indices.size):
         memory[indices[at]] = values[at]
+
+
+@_compiled
+def holds(memory, indices, values):  # type: ignore[no-untyped-def]
+    """See `numpy_kernels.holds`."""
+    same = True
+    for at in range(indices.size):
+        same &= memory[indices[at]] == values[at]
+    return same
 
 
 @_compiled

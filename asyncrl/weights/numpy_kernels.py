@@ -149,6 +149,11 @@ def put(memory: Words, indices: Ints, values: Words) -> None:
     memory[indices] = values
 
 
+def holds(memory: Words, indices: Ints, values: Words) -> bool:
+    """Whether `memory` has `values` at `indices`, which must lie in it."""
+    return bool(np.array_equal(memory[indices], values))
+
+
 def first_not_finite(values: Words, exponent: np.unsignedinteger[Any]) -> int:
     """Place of the first float whose exponent bits, those of the mask, are all set; −1 without one."""
     for low in range(0, len(values), _CHUNK):

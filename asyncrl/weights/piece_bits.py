@@ -42,8 +42,11 @@ class PieceBits(Protocol):
     def finite(self) -> bool:
         """Whether a value that is not finite must stop the publication."""
 
-    def view(self, span: Span) -> Bits | None:
-        """Memory that holds just these bits; None where they must be staged."""
+    def sources(self, spans: Sequence[Span]) -> Sequence[Bits] | None:
+        """Memory that holds the bits of `spans`, which are of one dtype, an array each; None where they must be staged.
+
+        Where BF16 is published it may be the bits of float32, uint32, yet to be rounded to nearest even.
+        """
 
     def stage(self, spans: Sequence[Span], out: Bits) -> None:
         """Write the bits of `spans`, which are of one dtype, to `out`, one after another."""
@@ -61,9 +64,9 @@ class ArrayBits:
         self.pieces = tuple(piece for piece, _ in arrays)
         self._arrays = [np.ascontiguousarray(bits) for _, bits in arrays]
 
-    def view(self, span: Span) -> Bits | None:
-        """See `PieceBits.view`."""
-        return self._arrays[span.piece][span.low:span.high]
+    def sources(self, spans: Sequence[Span]) -> Sequence[Bits] | None:
+        """See `PieceBits.sources`."""
+        return [self._arrays[span.piece][span.low:span.high] for span in spans]
 
     def stage(self, spans: Sequence[Span], out: Bits) -> None:
         """See `PieceBits.stage`."""

@@ -272,8 +272,7 @@ def _share_of(entry: TensorEntry, changes: Changes, *, seed: int, target: Target
             return hash_bits(seed, changes.values, start=entry.start)
         return hash_at(seed, changes.indices, changes.values, start=entry.start)
     old = target.read(entry, changes)
-    indices = np.arange(entry.length) if changes.indices is None else changes.indices
-    return hash_delta(seed, indices, start=entry.start, old=old, new=changes.values)
+    return hash_delta(seed, changes.indices, start=entry.start, old=old, new=changes.values)
 
 
 def _whole_hash(target: Target, dtype: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.codec import EVERYWHERE, Bits, Changes
+from asyncrl.weights.codec import EVERYWHERE, Bits, Changes, holds, put, take, word_dtype
 from asyncrl.weights.manifest import TensorEntry
 from asyncrl.weights.merge import within
 from asyncrl.weights.targets import fits, never_published, not_held
@@ -155,6 +155,8 @@ class RoutedTarget:
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[Box, ...]
+    _runs: dict[tuple[int, int], Bits | None] = field(default_factory=dict, init=False, repr=False)
+    """What `_held` found, by first element and length: ranks cut a tensor in the same places in every version."""
 
     def accepts(self, dtype: str) -> bool:
         """See `Target.accepts`."""
@@ -166,7 +168,9 @@ class RoutedTarget:
             first, last = box.before(entry.start), box.before(entry.start + entry.length)
             if first == last:
                 continue
-            if box.is_run:
+            if box.is_run and last - first == entry.length:
+                run, found = entry, changes
+            elif box.is_run:
                 run = dataclasses.replace(entry, start=box.checkpoint.offset + first, length=last - first)
                 found = within(changes, run.start - entry.start, run.length)
             else:
@@ -180,6 +184,9 @@ class RoutedTarget:
 
     def read(self, entry: TensorEntry, changes: Changes) -> Bits:
         """See `Target.read`."""
+        memory = self._held(entry)
+        if memory is not None:
+            return take(memory, changes)
         words = self.words(entry, changes)
         if entry.dtype != self.dtype:
             if (words & _LOW_HALF).any():
@@ -190,6 +197,12 @@ class RoutedTarget:
 
     def write(self, entry: TensorEntry, changes: Changes) -> None:
         """See `Target.write`."""
+        memory = self._held(entry)
+        if memory is not None:
+            put(memory, changes)
+            if not holds(memory, changes):
+                raise not_held(self.name)
+            return
         values = np.array(changes.values)  # a payload may be read-only and unaligned
         words = torch.from_numpy(values.view(f"<i{values.itemsize}")).to(self._memory.device)
         if entry.dtype != self.dtype:
@@ -206,6 +219,17 @@ class RoutedTarget:
                 box.memory.index_copy_(0, positions[held], words[held])
         if not torch.equal(self._gather(entry.start, entry.length, changes.indices), words):
             raise not_held(self.name)
+
+    def _held(self, entry: TensorEntry) -> Bits | None:
+        """Memory of the host that holds just the elements of a run, as published, one after another; None where there is none."""
+        place = entry.start, entry.length
+        if entry.dtype != self.dtype or self._memory.device.type != "cpu":
+            return None
+        if place not in self._runs:
+            run = next((box.memory[box.runtime.offset + first:][:entry.length] for box in self.boxes if box.is_packed and
+                        box.before(entry.start + entry.length) - (first := box.before(entry.start)) == entry.length), None)
+            self._runs[place] = None if run is None else run.numpy().view(word_dtype(self.dtype))
+        return self._runs[place]
 
     @property
     def _memory(self) -> Tensor:

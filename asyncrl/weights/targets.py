@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import WeightSyncError
-from asyncrl.weights.codec import Bits, Changes, payload_bytes, put, take, word_dtype
+from asyncrl.weights.codec import Bits, Changes, holds, payload_bytes, put, take, word_dtype
 from asyncrl.weights.manifest import Manifest, TensorEntry
 
 _SHOWN = 3
@@ -86,7 +86,9 @@ class MemoryTarget:
         put(self.view(entry.dtype)[span], changes)
         if entry.dtype != self.dtype:
             self._lower_half[span][changes.selection] = 0
-        if not np.array_equal(self.read(entry, changes), changes.values):
+            if np.any(take(self._lower_half[span], changes)):
+                raise not_held(self.name)
+        if not holds(self.view(entry.dtype)[span], changes):
             raise not_held(self.name)
 
     @property

@@ -69,13 +69,17 @@ class TensorBits:
         found = tuple(shards)
         self.pieces = tuple(piece for piece, _ in found)
         self._shards = [shard.detach().view(-1) if shard.is_contiguous() else shard.detach() for _, shard in found]
+        self._words = [bits_of(shard) if shard.device.type == "cpu" and shard.is_contiguous() else None for shard in self._shards]
 
-    def view(self, span: Span) -> Bits | None:
-        """See `PieceBits.view`: of contiguous memory of the host, in the published dtype."""
-        shard = self._shards[span.piece]
-        if shard.device.type != "cpu" or not shard.is_contiguous() or DTYPE_NAMES[shard.dtype] != self.pieces[span.piece].dtype:
+    def sources(self, spans: Sequence[Span]) -> Sequence[Bits] | None:
+        """See `PieceBits.sources`: contiguous memory of the host, of one dtype, which is the published one, or float32 for BF16."""
+        held, published = self._shards[spans[0].piece].dtype, self.pieces[spans[0].piece].dtype
+        if DTYPE_NAMES[held] != published and (held, published) != (torch.float32, "BF16"):
             return None
-        return bits_of(shard[span.low:span.high])
+        if any(self._shards[span.piece].dtype != held for span in spans):
+            return None
+        words = [here[span.low:span.high] for span in spans if (here := self._words[span.piece]) is not None]
+        return words if len(words) == len(spans) else None
 
     def stage(self, spans: Sequence[Span], out: Bits) -> None:
         """See `PieceBits.stage`."""

@@ -103,4 +103,4 @@ def test_a_large_tensor_is_never_copied_whole():
     finally:
         tracemalloc.stop()
     assert peak < 72 << 20, "scratch of a stretch of 8M elements, four times 16 MB, and what changed"
-    assert set(launches.names) == {"_foreach_copy_"}, "nothing else may make a tensor"
+    assert set(launches.names) <= {"_foreach_copy_"}, "nothing else may make a tensor"

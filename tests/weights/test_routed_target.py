@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import WeightSyncError
+from asyncrl.weights import routed_target
 from asyncrl.weights.codec import Changes
 from asyncrl.weights.routed_target import Box, Layout, RoutedTarget, box_between, overlapping
 from tests.weights.loaders import Fused, bits, entry_of, record
@@ -29,9 +30,9 @@ def test_bf16_in_float32_leaves_the_lower_half_zero_and_notices_when_it_is_not()
 
 
 def test_memory_that_does_not_take_a_write_is_noticed(monkeypatch):
-    target = record(Fused(torch.bfloat16))["out"]
-    monkeypatch.setattr(torch.Tensor, "index_copy_", lambda *arguments: None)
-    with pytest.raises(WeightSyncError, match="out does not hold what was written"):
+    target = record(Fused(torch.bfloat16))["k"]
+    monkeypatch.setattr(routed_target, "put", lambda *arguments: None)
+    with pytest.raises(WeightSyncError, match="k does not hold what was written"):
         target.write(entry_of(target), Changes(np.array([1]), np.array([7], np.uint16)))
 
 

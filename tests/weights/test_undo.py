@@ -194,10 +194,10 @@ def test_the_next_bucket_is_scanned_while_one_is_written_and_never_two_are(monke
             return super().put_part(version, rank=rank, bucket=bucket, chunks=chunks)
 
     class Watched(ArrayBits):
-        def view(self, span):
-            if span.low >= 3000:
+        def sources(self, spans):
+            if spans[0].low >= 3000:
                 going_on.set()
-            return super().view(span)
+            return super().sources(spans)
 
     piece = Piece(name="a", dtype="BF16", shape=(20_000,), start=0, length=20_000)
     made = Publisher([piece], rank=0, sink=Slow(), part_bytes=5000, snapshot=on_the_host)
