@@ -40,7 +40,7 @@ DENSE_AT_MOST = 1.01
 APPLY_AT_LEAST = 10.0
 """Times as fast as vLLM's sparse loader at 1%."""
 SYNC_AT_LEAST = 5.0
-"""Times as fast as a whole reload at 1%."""
+"""Times as fast as gathering two FSDP2 ranks, a file and a reload, at 1%."""
 PAUSE_AT_MOST = 0.2
 """Share of the sync at 1%."""
 TINY = "0.6M"
@@ -95,7 +95,7 @@ def sync_targets(found: Mapping[str, Any], *, pause: bool) -> dict[str, tuple[fl
     ratios = row["ratios"]
     faster = {"times vLLM's sparse loader, in the pause": (ratios["vllm_sparse_pause"], APPLY_AT_LEAST),
               "times vLLM's sparse loader, engine's whole work": (ratios["vllm_sparse_engine"], APPLY_AT_LEAST),
-              "times a whole reload": (ratios["reload_whole"], SYNC_AT_LEAST)}
+              "times gathering and a whole reload": (ratios["gather_whole"], SYNC_AT_LEAST)}
     judged_so = {name: (value, least, value >= least) for name, (value, least) in faster.items()}
     return judged_so | ({"pause share": (share, PAUSE_AT_MOST, share < PAUSE_AT_MOST)} if pause else {})
 

@@ -22,9 +22,11 @@ from asyncrl.weights.receiver import Receiver, joined
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import checkpoint_tensors
 from benchmarks.weight_sync_encode import copier
+from benchmarks.weight_sync_gather import Ranks
 from benchmarks.weight_sync_models import CONFIGS, QUICK, State, float32_model, initial_state, load
 from benchmarks.weight_sync_sides import (
     Delta,
+    Gathered,
     IndexedDelta,
     Way,
     WholeFile,
@@ -67,7 +69,7 @@ class Engine:
         return timed(update)
 
 
-def ways_of(trained: nn.Module, engine: Engine, *, root: Path, threads: int) -> dict[str, Way]:
+def ways_of(trained: nn.Module, engine: Engine, *, root: Path, ranks: Ranks, threads: int) -> dict[str, Way]:
     """Ours first: what the others write afterwards is what memory holds already, which costs them the same."""
     worker, store = engine.worker, StoreTransport(root / "store")
     model: nn.Module = worker.model_runner.get_model()
@@ -77,12 +79,15 @@ def ways_of(trained: nn.Module, engine: Engine, *, root: Path, threads: int) -> 
             "int32": IndexedDelta(trained, file=root / "int32.safetensors", write=through_routes(targets)),
             "vllm_sparse": IndexedDelta(trained, file=root / "sparse.safetensors", write=through_vllm(model, shapes)),
             "load": WholeFile(trained, file=root / "load" / "model.safetensors", read=by_loading(model)),
-            "reload": WholeFile(trained, file=root / "reload" / "model.safetensors", read=by_reloading(worker))}
+            "reload": WholeFile(trained, file=root / "reload" / "model.safetensors", read=by_reloading(worker)),
+            "gather": Gathered(ranks, file=root / "gather" / "model.safetensors", read=by_reloading(worker))}
 
 
 def once(way: Way, engine: Engine) -> dict[str, float]:
     """One sync, step by step."""
     sent: list[int] = []
+    if isinstance(way, Gathered):
+        way.prepare()
     publish_s = timed(lambda: sent.append(way.publish()))
     return {"publish_s": publish_s, "fetch_s": timed(way.fetch), "pause_s": engine.in_pause(way), "sent_bytes": sent[0]}
 
@@ -93,17 +98,17 @@ def measured(spec: Mapping[str, Any]) -> dict[str, Any]:
     root, config = Path(spec["root"]), (CONFIGS | QUICK)[spec["model"]]()
     state = initial_state(config)
     trained = float32_model(config, state)
-    for folder in ("base", "load", "reload"):
+    for folder in ("base", "load", "reload", "gather"):
         make_folder(state, config, root / folder)
     engine = Engine(root / "base")
     torch.set_num_threads(spec["threads"])  # vLLM has a number of its own
-    places = engine.places()
-    ways, copy_once = ways_of(trained, engine, root=root, threads=spec["threads"]), copier(state)
-    rows = []
-    here = state
-    for density in spec["densities"]:
-        row, here = at_density(density, trained=trained, here=here, ways=ways, engine=engine, copy_once=copy_once, rounds=spec["rounds"])
-        rows.append(row)
+    places, copy_once, here, rows = engine.places(), copier(state), state, []
+    with Ranks(spec["model"], folder=root, source=root / "load" / "model.safetensors", target=root / "gather" / "model.safetensors") as ranks:
+        ways = ways_of(trained, engine, root=root, ranks=ranks, threads=spec["threads"])
+        for density in spec["densities"]:
+            row, here = at_density(density, trained=trained, here=here, ways=ways, engine=engine, copy_once=copy_once,
+                                   rounds=spec["rounds"])
+            rows.append(row)
     delta: Any = ways["delta"]
     if engine.places() != places or joined([delta.receiver.audit()]) != delta.manifest.state_hash:
         raise SystemExit("the engine does not hold what was published")

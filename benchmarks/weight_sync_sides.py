@@ -22,6 +22,7 @@ from asyncrl.weights.routed_target import RoutedTarget
 from asyncrl.weights.routes import record_routes
 from asyncrl.weights.store import StoreTransport
 from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_bits, local_pieces
+from benchmarks.weight_sync_gather import Ranks
 
 INDICES, VALUES = ".indices", ".values"
 
@@ -83,6 +84,33 @@ class WholeFile:
 
     def fetch(self) -> None:
         """Nothing can be read before the pause: it would be the model a second time."""
+
+    def apply(self) -> None:
+        """See `Way`."""
+        self._read(self._file)
+
+
+class Gathered:
+    """The whole state again, gathered from the ranks of an FSDP2 trainer, which hold it in shards; then as `WholeFile`.
+
+    Args:
+        ranks: that write `file`; they take as theirs what another way has just written.
+    """
+
+    def __init__(self, ranks: Ranks, *, file: Path, read: Callable[[Path], None]) -> None:
+        self._ranks, self._file, self._read = ranks, file, read
+
+    def prepare(self) -> None:
+        """Not measured."""
+        self._ranks.turn()
+
+    def publish(self) -> int:
+        """See `Way`."""
+        self._ranks.turn()
+        return self._file.stat().st_size
+
+    def fetch(self) -> None:
+        """See `WholeFile.fetch`."""
 
     def apply(self) -> None:
         """See `Way`."""

@@ -17,13 +17,11 @@ _AHEAD_BYTES = 4096
 _LINE_BYTES = 64
 
 
-def _prefetch(builder: Any, address: Any, nbytes: int) -> None:
-    """Code that asks for the memory a page ahead of what is read; memory that is not there is no error."""
+def _prefetch(builder: Any, address: Any, *, write: bool) -> None:
+    """Code that asks for the line of memory at `address`; one that is not there is no error."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, number, number, number]))
-    for line in range(0, nbytes, _LINE_BYTES):
-        place = builder.inttoptr(builder.add(address, ir.Constant(address.type, _AHEAD_BYTES + line)), byte)
-        builder.call(function, [place, *(ir.Constant(number, value) for value in (0, 2, 1))])
+    builder.call(function, [builder.inttoptr(address, byte), *(ir.Constant(number, value) for value in (int(write), 3, 1))])
 
 
 def _loaded(builder: Any, address: Any, place: Any, *, held: int, wanted: int, lanes: int) -> Any:
@@ -37,7 +35,8 @@ def _loaded(builder: Any, address: Any, place: Any, *, held: int, wanted: int, l
     first = builder.add(address, builder.mul(place, ir.Constant(place.type, held // 8)))
     words = builder.load(builder.inttoptr(first, kind(held).as_pointer()), align=1)
     if lanes > 1:
-        _prefetch(builder, first, lanes * held // 8)
+        for line in range(0, lanes * held // 8, _LINE_BYTES):
+            _prefetch(builder, builder.add(first, ir.Constant(first.type, _AHEAD_BYTES + line)), write=False)
     if held == wanted:
         return words
     odd = builder.and_(builder.lshr(words, constant(16)), constant(1))
@@ -91,6 +90,18 @@ def put_eight_bytes(_context: Any, data: Any, place: Any, word: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(data, types.int64, types.uint64), generate
+
+
+@intrinsic
+def will_use(_context: Any, memory: Any, place: Any) -> Any:
+    """Ask for element `place` of `memory` ahead of its use; one that is not there is no error."""
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start = builder.ptrtoint(context.make_array(signature.args[0])(context, builder, arguments[0]).data, ir.IntType(64))
+        width = ir.Constant(ir.IntType(64), signature.args[0].dtype.bitwidth // 8)
+        _prefetch(builder, builder.add(start, builder.mul(arguments[1], width)), write=True)
+        return context.get_dummy_value()
+
+    return types.void(memory, types.int64), generate
 
 
 @intrinsic

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from asyncrl.weights.numba_intrinsics import differing, eight_bytes, lowest_bit, put_eight_bytes, set_bits, word_at
+from asyncrl.weights.numba_intrinsics import differing, eight_bytes, lowest_bit, put_eight_bytes, set_bits, will_use, word_at
 
 _BLOCK = 1 << 16
+_AHEAD = 32
+"""Changes whose memory is asked for before its turn: it takes as long to come as some ten others take to be written."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _U0, _U1, _U8, _U27, _U30, _U31 = (np.uint64(number) for number in (0, 1, 8, 27, 30, 31))
@@ -292,6 +294,7 @@ def flag_indices(flags, length, out):  # type: ignore[no-untyped-def]
 def take(memory, indices, out):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.take`."""
     for at in range(indices.size):
+        will_use(memory, indices[min(at + _AHEAD, indices.size - 1)])
         out[at] = memory[indices[at]]
 
 
@@ -299,6 +302,7 @@ def take(memory, indices, out):  # type: ignore[no-untyped-def]
 def put(memory, indices, values):  # type: ignore[no-untyped-def]
     """See `numpy_kernels.put`."""
     for at in range(indices.size):
+        will_use(memory, indices[min(at + _AHEAD, indices.size - 1)])
         memory[indices[at]] = values[at]
 
 

@@ -73,7 +73,7 @@ def test_every_way_brings_a_version_into_a_real_engine(tmp_path: Path) -> None:
     found = weight_sync.run("benchmarks.weight_sync_engine", {"model": "quick", "root": str(tmp_path), "threads": 1, "rounds": 1,
                                                               "densities": [0.01]})
     [row] = found["densities"]
-    assert set(row["ways"]) == {"delta", "int32", "vllm_sparse", "load", "reload"}
+    assert set(row["ways"]) == {"delta", "int32", "vllm_sparse", "load", "reload", "gather"}
     assert row["ways"]["delta"]["sent_bytes"] < row["ways"]["int32"]["sent_bytes"] < row["ways"]["reload"]["sent_bytes"]
 
 
