@@ -103,7 +103,8 @@ def measured(spec: Mapping[str, Any]) -> dict[str, Any]:
     engine = Engine(root / "base")
     torch.set_num_threads(spec["threads"])  # vLLM has a number of its own
     places, copy_once, here, rows = engine.places(), copier(state), state, []
-    with Ranks(spec["model"], folder=root, source=root / "load" / "model.safetensors", target=root / "gather" / "model.safetensors") as ranks:
+    source, target = (root / folder / "model.safetensors" for folder in ("load", "gather"))
+    with Ranks(spec["model"], folder=root, source=source, target=target) as ranks:
         ways = ways_of(trained, engine, root=root, ranks=ranks, threads=spec["threads"])
         for density in spec["densities"]:
             row, here = at_density(density, trained=trained, here=here, ways=ways, engine=engine, copy_once=copy_once,

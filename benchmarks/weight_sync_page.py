@@ -11,7 +11,8 @@ from benchmarks.machine import ROOT
 PAGE = ROOT / "docs" / "weight_sync.md"
 BEGIN, END = "<!-- made by python -m benchmarks.weight_sync --page -->", "<!-- end of what is made -->"
 MODELS = ("0.6M", "135M", "0.5B")
-OTHERS = {"gather": "two FSDP2 ranks gather, whole file, `reload_weights`", "reload": "whole file, `reload_weights`", "load": "whole file, loader alone", "vllm_sparse": "vLLM's sparse loader",
+OTHERS = {"gather": "two FSDP2 ranks gather, whole file, `reload_weights`", "reload": "whole file, `reload_weights`",
+          "load": "whole file, loader alone", "vllm_sparse": "vLLM's sparse loader",
           "int32": "int32 and value"}
 
 

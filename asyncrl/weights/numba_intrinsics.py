@@ -11,7 +11,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-
 _AHEAD_BYTES = 4096
 """What the processor fetches by itself ends with a page of memory."""
 _LINE_BYTES = 64
@@ -25,7 +24,7 @@ def _prefetch(builder: Any, address: Any, *, write: bool) -> None:
 
 
 def _loaded(builder: Any, address: Any, place: Any, *, held: int, wanted: int, lanes: int) -> Any:
-    """Code that loads words of `held` bits, the first of them at `place` in the memory at `address`: `wanted` wide, rounded where they differ."""
+    """Code that loads words of `held` bits, the first at `place` in the memory at `address`: `wanted` wide, rounded where they differ."""
     def kind(bits: int) -> Any:
         return ir.VectorType(ir.IntType(bits), lanes) if lanes > 1 else ir.IntType(bits)
 

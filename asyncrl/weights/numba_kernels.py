@@ -1,8 +1,9 @@
 """What `numpy_kernels` gives, bit for bit, compiled: at the speed of memory where little changed.
 
-A scan compares 64 elements at a time, as one vector of the compiler's, whose result is a word of 64 flags; weights that are float32 and go out
-as bfloat16 are rounded on the way, in registers. The flags of a block are found first, then where they are set, then what lies there: each
-pass has few branches, none of them on what is found, and works on what the second-level cache still holds. All functions release the GIL.
+A scan compares 64 elements at a time, as one vector of the compiler's, whose result is a word of 64 flags; weights that are float32 and go
+out as bfloat16 are rounded on the way, in registers. The flags of a block are found first, then where they are set, then what lies there:
+each pass has few branches, none of them on what is found, and works on what the second-level cache still holds. All functions release the
+GIL.
 """
 
 from __future__ import annotations
@@ -103,11 +104,10 @@ def _scan_block(address, like, old, flags, offsets, values, olds):  # type: igno
 
 
 @_compiled
-def _scan(addresses, like, old, lengths, offsets, values, olds, blocks, counts):  # type: ignore[no-untyped-def]
+def _scan(addresses, like, old, lengths, offsets, values, olds, blocks):  # type: ignore[no-untyped-def]
     flags = np.empty(_BLOCK // 64, np.uint64)
     start, block, found = 0, 0, 0
     for run in range(lengths.size):
-        before_run = found
         for low in range(0, lengths[run], _BLOCK):
             high = min(low + _BLOCK, lengths[run])
             room = found + high - low
@@ -115,7 +115,6 @@ def _scan(addresses, like, old, lengths, offsets, values, olds, blocks, counts):
                                         offsets[found:room], values[found:room], olds[found:room])
             found += np.int64(blocks[block])
             block += 1
-        counts[run] = found - before_run
         start += lengths[run]
     return found
 
@@ -132,11 +131,16 @@ def scan_sources(sources: Sequence[Any], old: Any, lengths: Any, offsets: Any, v
     """
     sizes = np.array([source.size for source in sources])
     ends, starts = np.cumsum(sizes), np.cumsum(lengths) - lengths
+    assert all(source.flags.c_contiguous and source.dtype == sources[0].dtype for source in sources)
+    assert (old.itemsize, sources[0].itemsize) == (2, 4) or old.dtype == sources[0].dtype, "float32 becomes bfloat16, nothing else"
     assert ends[-1] == starts[-1] + lengths[-1] == old.size, "compiled code checks no bounds"
     of = np.searchsorted(ends, starts, side="right")
     begins = np.array([source.__array_interface__["data"][0] for source in sources], np.uint64)
     addresses = begins[of] + ((starts - (ends - sizes)[of]) * sources[0].itemsize).astype(np.uint64)
-    return int(_scan(addresses, np.empty(0, sources[0].dtype), old, lengths, offsets, values, olds, blocks, counts))
+    found = int(_scan(addresses, np.empty(0, sources[0].dtype), old, lengths, offsets, values, olds, blocks))
+    run_blocks = -(-lengths // _BLOCK)
+    counts[:] = np.add.reduceat(blocks, np.cumsum(run_blocks) - run_blocks, dtype=np.int64)
+    return found
 
 
 @njit(nogil=True)

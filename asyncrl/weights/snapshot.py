@@ -16,7 +16,6 @@ from asyncrl.weights.codec import Bits
 from asyncrl.weights.encoder import Encoder, Found, Scratch, Undo
 from asyncrl.weights.piece_bits import PieceBits, Stretch
 
-
 FEW_ELEMENTS = 1 << 14
 """Pieces that are shorter on average are gathered before a scan: each that is read where it lies costs some microseconds by itself."""
 

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,9 +38,14 @@ def scanned(used, new, old, lengths):
     """What a scan writes, cut to size; `old` is moved."""
     runs = np.array(lengths, np.int64)
     blocks = np.empty(sum(-(-length // BLOCK_ELEMENTS) for length in lengths), np.uint32)
-    offsets, values, olds, counts = np.empty(len(new), np.uint16), np.empty_like(new), np.empty_like(new), np.empty(len(runs), np.int64)
+    offsets, values, olds, counts = np.empty(len(old), np.uint16), np.empty_like(old), np.empty_like(old), np.empty(len(runs), np.int64)
     found = used.scan(new, old, runs, offsets, values, olds, blocks, counts)
     return offsets[:found], values[:found], olds[:found], blocks, counts
+
+
+def scanned_from(sources, old, lengths):
+    """As `scanned`, of the bits of float32 in several arrays."""
+    return scanned(SimpleNamespace(scan=numba_kernels.scan_sources), sources, old, lengths)
 
 
 def cut(array, lengths):
@@ -62,6 +69,61 @@ def test_a_scan_names_what_differs_and_moves_the_old_bits(used, word, lengths, d
     changed = np.flatnonzero(new != old)
     assert np.array_equal(values, new[changed])
     assert np.array_equal(olds, old[changed])
+
+
+SPECIAL = np.array([0, 0x8000_0000, 0x3F80_8000, 0x3F81_8000, 0x3F80_7FFF, 0x7F7F_FFFF, 0x7F80_0000, 0xFF80_0000, 1, 0x8000, 0x8001],
+                   np.uint32)
+"""Zeros, halves between two values of bfloat16, what rounds to infinity, infinities, the least numbers."""
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths_of_runs, st.sampled_from([0.001, 0.5, 1.0]), st.integers(0, 2**32), st.integers(1, 3))
+def test_float32_is_rounded_on_the_way_as_torch_rounds_it_and_where_it_lies(lengths, density, seed, arrays):
+    rng = np.random.default_rng(seed)
+    wide = np.where(rng.random(sum(lengths)) < 0.1, rng.choice(SPECIAL, sum(lengths)),
+                    rng.integers(0, 1 << 32, sum(lengths), dtype=np.uint32))
+    wide[np.isnan(wide.view(np.float32))] = 0x4000_0000
+    rounded = torch.from_numpy(wide.view(np.float32)).bfloat16().view(torch.uint16).numpy()
+    old = np.where(rng.random(len(rounded)) < density, rounded ^ np.uint16(1), rounded)
+    moved = old.copy()
+    expected = scanned(numpy_kernels, rounded, old, lengths)
+    edges = np.cumsum(lengths)[:-1][::arrays]  # of runs, some of which lie in one array
+    found = scanned_from(np.split(wide, edges), moved, lengths)
+    assert all(map(np.array_equal, found, expected))
+    assert np.array_equal(moved, rounded)
+
+
+def test_whatever_nan_float32_is_it_is_one_that_is_not_finite_as_published():
+    nan = np.array([0x7F80_0001, 0xFFFF_FFFF, 0x7FFF_FFFF, 0xFF80_0001] * 33, np.uint32)
+    held = np.zeros(len(nan), np.uint16)
+    scanned_from([nan], held, [len(nan)])
+    assert set(held.tolist()) == {0x7FC0}
+
+
+@both
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 700), st.sampled_from([0.0, 0.03, 0.5, 1.0]), st.integers(0, 2**32))
+def test_flags_name_their_elements(used, length, density, seed):
+    set_bits = np.random.default_rng(seed).random(length) < density
+    set_bits[length // 2] = True
+    flags, expected = np.packbits(set_bits, bitorder="little"), np.flatnonzero(set_bits)
+    out = np.empty(len(expected), np.int64)
+    assert used.flag_indices(flags, length, out) is True
+    assert np.array_equal(out, expected)
+    assert used.flag_indices(flags, length, np.empty(len(expected) + 1, np.int64)) is False
+    assert used.flag_indices(flags, length, np.empty(len(expected) - 1, np.int64)) is False
+
+
+@both
+@pytest.mark.parametrize("word", WORDS)
+def test_one_value_that_is_not_held_is_noticed(used, word):
+    memory, indices = np.arange(100).astype(word), np.arange(0, 100, 3)
+    values = memory[indices].copy()
+    assert used.holds(memory, indices, values) is True
+    memory[1] += word(1)  # nobody asked for it
+    assert used.holds(memory, indices, values) is True
+    memory[99] += word(1)
+    assert used.holds(memory, indices, values) is False
 
 
 @both

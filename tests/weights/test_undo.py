@@ -209,11 +209,19 @@ def test_the_next_bucket_is_scanned_while_one_is_written_and_never_two_are(monke
     assert [(entry.part, entry.offset) for entry in publication.entries] == [(n // 5, n % 5 * 1000) for n in range(40)]
 
 
+def compiled(nbytes, *, threads):
+    kernels = pytest.importorskip("asyncrl.weights.numba_kernels", reason="needs numba", exc_type=ImportError)
+    return snapshot.HostSnapshot(nbytes, kernels=kernels, threads=threads)
+
+
+@pytest.mark.parametrize("few_elements", [0, snapshot.FEW_ELEMENTS])
+@pytest.mark.parametrize("other", [on_a_device, compiled])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_device_publishes_the_bytes_the_host_does(dtype):
+def test_a_device_and_compiled_code_publish_the_bytes_numpy_does(dtype, other, few_elements, monkeypatch):
+    monkeypatch.setattr(snapshot, "FEW_ELEMENTS", few_elements)  # 0: all weights are read, and rounded, where they lie
     model = Mixed()
     made, sinks = [], (Sink(), Sink())
-    for sink, kept in zip(sinks, (on_the_host, on_a_device), strict=True):
+    for sink, kept in zip(sinks, (on_the_host, other), strict=True):
         made.append(Publisher(local_pieces(model, rank=0, dtype=dtype), rank=0, sink=sink, snapshot=kept))
     for version, density in enumerate([1, 0.002, 0.05, 0.5, 1.0, 0]):
         if version:
