@@ -86,8 +86,7 @@ def ways_of(trained: nn.Module, engine: Engine, *, root: Path, ranks: Ranks, thr
 def once(way: Way, engine: Engine) -> dict[str, float]:
     """One sync, step by step."""
     sent: list[int] = []
-    if isinstance(way, Gathered):
-        way.prepare()
+    way.prepare()
     publish_s = timed(lambda: sent.append(way.publish()))
     return {"publish_s": publish_s, "fetch_s": timed(way.fetch), "pause_s": engine.in_pause(way), "sent_bytes": sent[0]}
 

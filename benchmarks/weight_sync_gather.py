@@ -80,6 +80,14 @@ def gather(model: nn.Module, names: list[str], *, rank: int) -> dict[str, Tensor
     return found
 
 
+def publish(model: nn.Module, names: list[str], *, rank: int, target: Path) -> None:
+    """Gather and write; nothing of it is kept."""
+    found = gather(model, names, rank=rank)
+    if rank == 0:
+        save_file(found, target)
+    dist.barrier()
+
+
 def main() -> None:
     """Take turns until nobody asks any more."""
     name, rank, ranks, meeting, source, target = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *map(Path, sys.argv[4:])
@@ -98,10 +106,7 @@ def main() -> None:
         take(model, source, names)
         turns.end()
         turns.begin()
-        found = gather(model, names, rank=rank)
-        if rank == 0:
-            save_file(found, target)
-        dist.barrier()
+        publish(model, names, rank=rank, target=target)
         turns.end()
 
 

@@ -30,6 +30,9 @@ INDICES, VALUES = ".indices", ".values"
 class Way(Protocol):
     """One contestant. Each step is timed by itself; a way that sends no file has nothing to fetch."""
 
+    def prepare(self) -> None:
+        """What is not measured."""
+
     def publish(self) -> int:
         """On the trainer: everything until the bytes are where an engine finds them. How many they are."""
 
@@ -49,6 +52,10 @@ class Delta:
         self.manifest: Manifest
         self._publish(base=None)
         receiver.apply(self.manifest)
+
+    def prepare(self) -> None:
+        """What engines need no more is deleted, as a run does after an update."""
+        self._store.retain(self.manifest.version)
 
     def publish(self) -> int:
         """See `Way`."""
@@ -77,6 +84,9 @@ class WholeFile:
     def __init__(self, trained: nn.Module, *, file: Path, read: Callable[[Path], None]) -> None:
         self._trained, self._file, self._read = trained, file, read
 
+    def prepare(self) -> None:
+        """Nothing."""
+
     def publish(self) -> int:
         """See `Way`."""
         save_file({name: tensor.bfloat16().contiguous() for name, tensor in checkpoint_tensors(self._trained).items()}, self._file)
@@ -94,14 +104,14 @@ class Gathered:
     """The whole state again, gathered from the ranks of an FSDP2 trainer, which hold it in shards; then as `WholeFile`.
 
     Args:
-        ranks: that write `file`; they take as theirs what another way has just written.
+        ranks: that write `file`.
     """
 
     def __init__(self, ranks: Ranks, *, file: Path, read: Callable[[Path], None]) -> None:
         self._ranks, self._file, self._read = ranks, file, read
 
     def prepare(self) -> None:
-        """Not measured."""
+        """The ranks' weights become those of the file that another way has just written."""
         self._ranks.turn()
 
     def publish(self) -> int:
@@ -124,6 +134,9 @@ class IndexedDelta:
         self._trained, self._file, self._write = trained, file, write
         self._old = {name: bits_of(tensor.bfloat16()).copy() for name, tensor in checkpoint_tensors(trained).items()}
         self._read: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def prepare(self) -> None:
+        """Nothing."""
 
     def publish(self) -> int:
         """See `Way`."""
