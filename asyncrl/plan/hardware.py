@@ -23,10 +23,13 @@ class Efficiencies:
     """Beside weights and KV cache, where `gpu_memory_utilization` bounds them all."""
     step_overhead_s: float = 0.0
     """Of a decode step, before any byte is read: launches, scheduling."""
+    train_floor_s: float = 0.0
+    """Of a step's forwards and training, what more GPUs do not shorten."""
 
     def __post_init__(self) -> None:
         fraction(train_mfu=self.train_mfu, forward_mfu=self.forward_mfu, decode_bandwidth=self.decode_bandwidth)
-        at_least(0, reserve=self.reserve, activation_bytes=self.activation_bytes, step_overhead_s=self.step_overhead_s)
+        at_least(0, reserve=self.reserve, activation_bytes=self.activation_bytes, step_overhead_s=self.step_overhead_s,
+                 train_floor_s=self.train_floor_s)
         fraction(**{"1 - reserve": 1 - self.reserve})
 
 

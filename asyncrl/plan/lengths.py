@@ -47,6 +47,9 @@ class Lengths(Protocol):
     def quantiles(self, points: int = _GRID) -> NDArray[np.float64]:
         """So many lengths of equal weight [points], ascending: the inverse distribution at midpoints."""
 
+    def quantile(self, share: float) -> float:
+        """The length that this share of answers does not exceed."""
+
 
 def cv2(lengths: Lengths) -> float:
     """Squared coefficient of variation, E[L²]/E[L]² − 1."""
@@ -90,6 +93,10 @@ class MeanMax:
     def quantiles(self, points: int = _GRID) -> NDArray[np.float64]:
         """The mean throughout."""
         return np.full(points, float(self.mean_tokens))
+
+    def quantile(self, share: float) -> float:
+        """The mean; the maximum is one answer alone."""
+        return float(self.mean_tokens) if share < 1 else float(self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,11 @@ class Lognormal:
     def quantiles(self, points: int = _GRID) -> NDArray[np.float64]:
         """Exact at every midpoint."""
         return np.minimum(np.exp(self.mu + self.sigma * _midpoint_scores(points)), float(self.max_tokens))
+
+    def quantile(self, share: float) -> float:
+        """Of the lengths after the cut."""
+        at_share = math.exp(self.mu + self.sigma * _NORMAL.inv_cdf(share)) if share < 1 else math.inf
+        return min(at_share, float(self.max_tokens))
 
     def _of_scores(self, scores: NDArray[np.float64]) -> NDArray[np.int64]:
         drawn = np.minimum(np.exp(self.mu + self.sigma * scores), float(self.max_tokens))
@@ -196,6 +208,10 @@ class Histogram:
     def quantiles(self, points: int = _GRID) -> NDArray[np.float64]:
         """Of the steps of the distribution, without interpolation."""
         return self._at((np.arange(points) + 0.5) / points).astype(np.float64)
+
+    def quantile(self, share: float) -> float:
+        """Of the steps of the distribution."""
+        return float(self._at(np.asarray([share]))[0])
 
     def _at(self, shares: NDArray[np.float64]) -> NDArray[np.int64]:
         ends = np.cumsum(self.counts) / sum(self.counts)

@@ -66,9 +66,16 @@ class Algorithm:
     epochs: int = 1
     minibatches: int = 4
     """Updates an epoch."""
+    syncs_per_step: int = 1
+    """Weight updates of the engines while a step's batch is trained, asynchronously."""
+    max_staleness: int = 4
+    """So many batches may be in flight beside the one that is trained, asynchronously."""
+    async_proximal: bool = True
+    """Whether the async shape makes the proximal forward too; without it the rollouts' own logprobs stand for it."""
 
     def __post_init__(self) -> None:
-        whole(1, epochs=self.epochs, minibatches=self.minibatches)
+        whole(0, max_staleness=self.max_staleness)
+        whole(1, epochs=self.epochs, minibatches=self.minibatches, syncs_per_step=self.syncs_per_step)
 
     @property
     def forwards(self) -> int:
@@ -87,6 +94,8 @@ class Placement:
     """Pools are split in multiples of this: an engine, a node."""
     gpu_memory_utilization: float | None = None
     """Share of memory for weights, KV cache and activations together; None: an engine alone on its device."""
+    transport: str = "single_source"
+    """How engines of their own GPUs get new weights: single_source, multi_source or delta."""
     layout: str = "none"
     """How trainer ranks hold the weights; decides how long a full tensor takes to come together. A name of `sync.LAYOUTS`."""
 
