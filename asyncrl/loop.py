@@ -300,7 +300,8 @@ class Run:
                            recorder=self.recorder)
 
     def _has_waiting(self) -> bool:
-        """Whether a prompt waits to be admitted; one is asked for when none does."""
+        """Whether a prompt waits to be admitted, those to begin anew first; one is asked for when none does."""
+        self._waiting.extendleft(reversed(self.buffer.refills()))
         if not self._waiting:
             self._waiting.extend(itertools.islice(self._stream, 1))
         return bool(self._waiting)

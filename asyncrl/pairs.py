@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.buffer.config import BufferConfig, check_publish_interval
+from asyncrl.buffer.config import BufferConfig, check_publish_interval, may_be_stale
 from asyncrl.colocation_config import NoColocation, TurnsColocation
 from asyncrl.errors import ConfigError
 from asyncrl.lora_config import NO_LORA, LoRAConfig, adapters_of
@@ -185,7 +185,7 @@ def _the_context_holds_a_prompt_too(engine: EngineConfig, sampling: Sampling) ->
 
 
 def _correction_of_stale_data_is_chosen(buffer: BufferConfig, training: TrainConfig) -> None:
-    if (buffer.max_staleness > 0 or buffer.policy.kind == "soft") and training.correction is None:
+    if may_be_stale(buffer) and training.correction is None:
         raise ConfigError("correction, buffer.max_staleness", value=f"unset with max_staleness {buffer.max_staleness}",
                           allowed="a chosen correction whenever data can be stale",
                           remedy="Set correction: {kind: token_tis}, or choose {kind: none} knowing that the gradient is biased.")

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.buffer.admission import least_depth_groups
 from asyncrl.buffer.depth import Depth
-from asyncrl.buffer.policies import FixedLag, Lease, Policy, Soft, require_publish_every_step
+from asyncrl.buffer.policies import Drop, FixedLag, Lease, Policy, Soft, TokenMask, require_publish_every_step
 from asyncrl.errors import ConfigError
 from asyncrl.settings import TAGGED, Seconds, Section, refuse_unread, validated
 
@@ -25,6 +25,22 @@ class SoftConfig(Section):
     kind: Literal["soft"] = "soft"
 
 
+class DropConfig(Section):
+    """Groups with a token staler than `cut_staleness` are dropped and their prompts begun anew; long answers are lost most."""
+
+    kind: Literal["drop"] = "drop"
+    cut_staleness: int = Field(ge=0)
+    """No token staler than this is trained on; at least publish_every_steps − 1. `max_staleness` says how far ahead engines work."""
+
+
+class TokenMaskConfig(Section):
+    """Tokens staler than `cut_staleness` carry no gradient; the rest of their rollouts does."""
+
+    kind: Literal["token_mask"] = "token_mask"
+    cut_staleness: int = Field(ge=0)
+    """No token staler than this has a gradient; at least publish_every_steps − 1. `max_staleness` says how far ahead engines work."""
+
+
 class FixedLagConfig(Section):
     """Every token exactly `lag_steps` old; engines and trainer take turns. For experiments."""
 
@@ -33,7 +49,7 @@ class FixedLagConfig(Section):
     """n, at most `max_staleness`; the first n batches are younger, for lack of an older version."""
 
 
-PolicyConfig = Annotated[LeaseConfig | SoftConfig | FixedLagConfig, TAGGED]
+PolicyConfig = Annotated[LeaseConfig | SoftConfig | DropConfig | TokenMaskConfig | FixedLagConfig, TAGGED]
 
 
 class BufferConfig(Section):
@@ -80,6 +96,13 @@ class BufferConfig(Section):
         return min(2, self.group_size) if self.min_valid_rollouts is None else self.min_valid_rollouts
 
 
+def may_be_stale(config: BufferConfig) -> bool:
+    """Whether a token with a gradient may be older than the weights it trains."""
+    if isinstance(config.policy, DropConfig | TokenMaskConfig):
+        return config.policy.cut_staleness > 0
+    return config.max_staleness > 0 or isinstance(config.policy, SoftConfig)
+
+
 def buffer_config(**settings: Any) -> BufferConfig:
     """The checked configuration. Raises ConfigError, naming the field, for whatever pydantic would refuse."""
     return validated(BufferConfig, settings, name="buffer")
@@ -98,10 +121,15 @@ def make_policy(config: BufferConfig, *, publish_every_steps: int = 1, start_ver
     if isinstance(config.policy, FixedLagConfig):
         require_publish_every_step(publish_every_steps)
         return FixedLag(groups_per_step=config.groups_per_step, lag_steps=config.policy.lag_steps, start_version=start_version)
+    ahead = {"groups_per_step": config.groups_per_step, "max_staleness": config.max_staleness,
+             "publish_every_steps": publish_every_steps}
     if isinstance(config.policy, SoftConfig):
-        return Soft(groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, publish_every_steps=publish_every_steps)
-    return Lease(groups_per_step=config.groups_per_step, max_staleness=config.max_staleness, window=config.window,
-                 publish_every_steps=publish_every_steps)
+        return Soft(**ahead)
+    if isinstance(config.policy, DropConfig):
+        return Drop(**ahead, cut_staleness=config.policy.cut_staleness)
+    if isinstance(config.policy, TokenMaskConfig):
+        return TokenMask(**ahead, cut_staleness=config.policy.cut_staleness)
+    return Lease(**ahead, window=config.window)
 
 
 def make_depth(config: BufferConfig, policy: Policy, *, publish_every_steps: int = 1) -> Depth:

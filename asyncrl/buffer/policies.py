@@ -1,8 +1,8 @@
-"""The three rules of admission and selection. Pure and synchronous: a view in, numbers and ids out.
+"""The rules of admission and selection. Pure and synchronous: a view in, numbers and ids out.
 
-All three admit while fewer slots are held than they have, and a slot is held from admission until every serving engine
-has weights that contain its batch. They differ in how many slots there are, in what a batch may consist of, and in what
-they promise about it.
+All admit while fewer slots are held than they have, and a slot is held from admission until every serving engine has
+weights that contain its batch. They differ in how many slots there are, in what a batch may consist of, and in what they
+promise about it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol
 
 from asyncrl.buffer.admission import capacity_groups, default_window
 from asyncrl.buffer.selection import oldest_ready, within_window
-from asyncrl.buffer.staleness import check_staleness
-from asyncrl.buffer.view import BufferView, Missing, SlotState
+from asyncrl.buffer.staleness import check_staleness, mask_older
+from asyncrl.buffer.view import BufferView, Missing, SlotState, SlotView
 from asyncrl.errors import ConfigError
 from asyncrl.types import Batch
 
@@ -35,12 +35,32 @@ class Policy(Protocol):
     def select(self, view: BufferView) -> tuple[int, ...] | Missing:
         """Group ids of the next batch in order of admission, or what it waits for."""
 
+    def is_expired(self, slot: SlotView, version: int) -> bool:
+        """Whether a whole group may not be trained on from `version`: it is dropped before `select`, its prompt begun anew."""
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch as it is trained on."""
+
     def check(self, batch: Batch, version: int) -> None:
-        """Raise StalenessError unless the batch keeps the promise when it trains from `version`."""
+        """Raise StalenessError unless the prepared batch keeps the promise when it trains from `version`."""
+
+
+class TakesAll:
+    """Of a policy that trains on every token of every group it admits."""
+
+    __slots__ = ()
+
+    def is_expired(self, slot: SlotView, version: int) -> bool:
+        """Never."""
+        return False
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Nothing is changed."""
+        return batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(TakesAll):
     """No token is ever staler than `max_staleness`; the proof is in `asyncrl.buffer.admission`.
 
     Raises ConfigError when window, staleness and publish interval cannot go together.
@@ -85,7 +105,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Soft:
+class Soft(TakesAll):
     """AReaL's rule (arXiv 2505.24298): bounds the mean staleness, not the largest.
 
     The paper counts: accepted ≤ (K + version + 1) · P, over the whole run. What was accepted is `version` batches the engines
@@ -123,7 +143,52 @@ class Soft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedLag:
+class Drop(Soft):
+    """Admits as `Soft` does, and drops whole groups that hold a token staler than `cut_staleness`: no such token is trained on.
+
+    A group is judged when it is whole. One that took long is stale, so the long answers are those that are lost.
+    """
+
+    cut_staleness: int
+
+    def __post_init__(self) -> None:
+        Soft.__post_init__(self)
+        require_reachable_cut(self.cut_staleness, publish_every_steps=self.publish_every_steps)
+
+    def is_expired(self, slot: SlotView, version: int) -> bool:
+        """Whether its oldest token is staler than the cut."""
+        return slot.oldest_version is not None and version - slot.oldest_version > self.cut_staleness
+
+    def check(self, batch: Batch, version: int) -> None:
+        """Every token in [0, cut]."""
+        check_staleness(batch, version, least=0, most=self.cut_staleness)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMask(Soft):
+    """Admits and selects as `Soft` does, and takes the gradient from tokens staler than `cut_staleness`.
+
+    The rest of a rollout, and its reward in the baseline of its group, stay.
+    """
+
+    cut_staleness: int
+
+    def __post_init__(self) -> None:
+        Soft.__post_init__(self)
+        require_reachable_cut(self.cut_staleness, publish_every_steps=self.publish_every_steps)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Without gradient for tokens of versions before `version` − cut."""
+        return mask_older(batch, least_version=batch.version - self.cut_staleness)
+
+    def check(self, batch: Batch, version: int) -> None:
+        """Every token that has a gradient in [0, cut]; none from the future."""
+        check_staleness(batch, version, least=0, most=None)
+        check_staleness(batch, version, least=0, most=self.cut_staleness, masked=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedLag(TakesAll):
     """Every token of every batch exactly `lag_steps` old, once the run is that old: for experiments.
 
     The batch of version t holds the P groups admitted while the engines held version max(start, t − n). The first version
@@ -173,3 +238,11 @@ def require_publish_every_step(publish_every_steps: int) -> None:
         raise ConfigError("buffer.policy.kind, weights.publish_every_steps", value=("fixed_lag", publish_every_steps),
                           allowed="publish_every_steps = 1 with fixed_lag",
                           remedy="Publish every step, or choose the policy lease.")
+
+
+def require_reachable_cut(cut_staleness: int, *, publish_every_steps: int) -> None:
+    """Raise ConfigError unless what engines write just before they get a version is young enough to be trained on."""
+    if cut_staleness < publish_every_steps - 1:
+        raise ConfigError("buffer.policy.cut_staleness, weights.publish_every_steps", value=(cut_staleness, publish_every_steps),
+                          allowed="cut_staleness >= publish_every_steps - 1",
+                          remedy="The last batches before a publish are so old when they are begun: raise the cut, or publish more often.")

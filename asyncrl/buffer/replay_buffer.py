@@ -4,14 +4,14 @@
                   │                      │
                   └──────── drop ────────┴──▶ slot free at once, the reason counted
 
-It decides nothing itself: `policy` says how many may start and which may go. All state changes are synchronous, only `admit`
-and `take` wait. It belongs to one event loop.
+It decides nothing itself: a `SlotTable` does, by its policy; here are what is stored, the accounts and the waiting. All state
+changes are synchronous, only `admit` and `take` wait. It belongs to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,16 +19,18 @@ from asyncrl.accounting import Count, Ledger, total
 from asyncrl.buffer.config import BufferConfig, buffer_config, make_depth, make_policy
 from asyncrl.buffer.diagnosis import starved_message
 from asyncrl.buffer.filters import is_zero_variance, reward_histogram, valid_rewards
-from asyncrl.buffer.fleet import Fleet
 from asyncrl.buffer.groups import LateRollouts, StoredGroup
 from asyncrl.buffer.recorder import Recorder
-from asyncrl.buffer.selection import overtake
+from asyncrl.buffer.slot_table import SlotTable
 from asyncrl.buffer.stats import BufferStats
-from asyncrl.buffer.view import BufferView, Missing, Slot, SlotState, SlotView
+from asyncrl.buffer.view import BufferView, Missing, Slot, SlotState
 from asyncrl.clock import now_s
 from asyncrl.errors import BufferStarved, LedgerError, RunAborted, StalenessError
 from asyncrl.metrics import Metrics
-from asyncrl.types import Batch, Prompt, Rollout
+from asyncrl.types import NOT_SAMPLED, Batch, Prompt, Rollout
+
+TOO_STALE = "too_stale"
+"""Why a group is dropped that the policy does not let into a batch any more."""
 
 
 class ReplayBuffer:
@@ -42,7 +44,7 @@ class ReplayBuffer:
         if config is not None and settings:
             raise TypeError(f"give a BufferConfig or its fields, not both: {sorted(settings)}")
         self.config = buffer_config(**settings) if config is None else config
-        self._next_group_id = 0
+        self._table: SlotTable | None = None
         self.attach(publish_every_steps=publish_every_steps, version=version, ledger=ledger, recorder=recorder)
 
     def attach(self, *, publish_every_steps: int = 1, version: int = 0, ledger: Ledger | None = None,
@@ -52,22 +54,20 @@ class ReplayBuffer:
         Without a ledger, or a recorder, that account is not kept. With a ledger, each rollout must have been announced to it by
         `Ledger.generated` before it is completed. Forgets engines. Raises ConfigError; RuntimeError after the first admission.
         """
-        if self._next_group_id:
+        if self._table is not None and self._table.next_group_id:
             raise RuntimeError("attach() comes before the first admission")
         self.policy = make_policy(self.config, publish_every_steps=publish_every_steps, start_version=version)
-        self._depth = make_depth(self.config, self.policy, publish_every_steps=publish_every_steps)
+        depth = make_depth(self.config, self.policy, publish_every_steps=publish_every_steps)
+        self._table = SlotTable(self.policy, depth, version=version)
         self._least_groups = min(publish_every_steps * self.config.groups_per_step, self.policy.capacity_groups)
-        self._version = version
-        self._fleet = Fleet(version=version)
         self._ledger, self._recorder = ledger, recorder
-        self._slots: dict[int, SlotView] = {}
         self._stored: dict[int, StoredGroup] = {}
+        self._refills: deque[Prompt] = deque()
         self._late = LateRollouts()
         self._batch: Batch | None = None
         self._equal_rewards: list[float] = []
         self._stats = BufferStats()
         self._failure: BaseException | None = None
-        self._ended = False
         self._change = asyncio.Event()
         self._progress_s = 0.0
         self._admitting = 0
@@ -76,7 +76,7 @@ class ReplayBuffer:
     @property
     def version(self) -> int:
         """Steps trained so far."""
-        return self._version
+        return self._table.version
 
     @property
     def batch_is_out(self) -> bool:
@@ -99,14 +99,14 @@ class ReplayBuffer:
         Raises BufferStarved when nothing happens for `stall_timeout_s`, what `fail` was given, and RuntimeError after
         `end_of_data`. Cancelling it is safe.
         """
-        if self._ended:
+        if self._table.ended:
             raise RuntimeError("admit() after end_of_data()")
         started_s = now_s()
         self._admitting += 1
         try:
             async with self._admission:
                 while self._failure or not self._may_admit(self.view()):
-                    await self._next_change("admission waits for a free slot", self._generating(), started_s=started_s)
+                    await self._next_change("admission waits for a free slot", self._table.generating(), started_s=started_s)
                 return self._grant(prompt)
         finally:
             self._admitting -= 1
@@ -119,7 +119,7 @@ class ReplayBuffer:
         NonFiniteError, and stores nothing, for a rollout that is unknown, comes twice, or has no finite reward.
         """
         group = self._stored.get(rollout.group_id)
-        if group is None or self._slots[rollout.group_id].state is not SlotState.GENERATING:
+        if group is None or self._table.get(rollout.group_id).state is not SlotState.GENERATING:
             self._complete_late(rollout)
             return
         group.check(rollout)
@@ -136,9 +136,9 @@ class ReplayBuffer:
 
         False, and nothing happens, when the group was dropped or taken before. Raises LedgerError for one never admitted.
         """
-        if not 0 <= group_id < self._next_group_id:
+        if not 0 <= group_id < self._table.next_group_id:
             raise LedgerError(f"group {group_id} was never admitted")
-        slot = self._slots.get(group_id)
+        slot = self._table.get(group_id)
         if slot is None or slot.state is SlotState.TAKEN:
             return False
         self._discard(group_id, reason)
@@ -146,7 +146,7 @@ class ReplayBuffer:
 
     def end_of_data(self) -> None:
         """No prompt will be admitted any more: `take` gives the batches that are left, then None."""
-        self._ended = True
+        self._table.ended = True
         self._changed()
 
     def drop_all(self, reason: str) -> None:
@@ -158,6 +158,8 @@ class ReplayBuffer:
     async def take(self) -> Batch | None:
         """The next batch: P whole groups in order of admission, staleness checked. Waits for groups; woken by complete and drop.
 
+        Groups that the policy lets into no batch any more are dropped first, and their prompts are `refills`.
+
         None after `end_of_data`, when no whole batch is left; fewer groups than P stay stored. Raises BufferStarved naming the
         missing groups when nothing happens for `stall_timeout_s`, what `fail` was given, and RuntimeError while the last batch
         is not `trained`. Cancelling it is safe.
@@ -167,11 +169,11 @@ class ReplayBuffer:
             if self._batch is not None:
                 raise RuntimeError(f"the batch of version {self._batch.version} is out: call trained() before the next take()")
             try:
-                while self._failure or isinstance(chosen := self.policy.select(self.view()), Missing):
-                    if self._ended and not self._failure and not self._generating():
+                while self._failure or isinstance(chosen := self._select(), Missing):
+                    if self._table.ended and not self._failure and not self._table.generating():
                         return None
                     if not deepened and self._depth_holds_admission():
-                        self._depth, deepened = self._depth.deeper(), True
+                        self._table.depth, deepened = self._table.depth.deeper(), True
                         self._changed()
                     waited = True
                     missing = () if self._failure else chosen.group_ids
@@ -179,7 +181,7 @@ class ReplayBuffer:
             finally:
                 self._stats.waited("trainer", now_s() - started_s)
             batch, left_over = self._hand_out(chosen)
-            self._depth = self._depth.after_take(waited=waited, left_over_groups=left_over)
+            self._table.depth = self._table.depth.after_take(waited=waited, left_over_groups=left_over)
             return batch
 
     def trained(self, batch: Batch) -> None:
@@ -191,24 +193,24 @@ class ReplayBuffer:
         for group in batch.groups:
             del self._stored[group.group_id]
         self._batch = None
-        self._version += 1
+        self._table.train()
         self._stats.train(batch)
         self._changed()
 
     def add_engine(self, name: str, version: int) -> None:
         """An engine that holds `version`. It serves once it holds the newest version any engine has. Raises StalenessError."""
-        self._fleet.add(name, version, trainer_version=self._version)
-        self._release()
+        self._table.add_engine(name, version)
+        self._changed()
 
     def acknowledge(self, name: str, version: int) -> None:
         """The engine has applied `version`. Raises StalenessError when that is lower than before, or not trained yet."""
-        self._fleet.acknowledge(name, version, trainer_version=self._version)
-        self._release()
+        self._table.acknowledge(name, version)
+        self._changed()
 
     def fence(self, name: str) -> None:
         """The engine gets no requests, its running ones are stopped; it holds no slot back. It serves again as in `add_engine`."""
-        self._fleet.fence(name)
-        self._release()
+        self._table.fence(name)
+        self._changed()
 
     def fail(self, exception: BaseException) -> None:
         """Every wait, now and later, raises this. The first failure stays."""
@@ -217,31 +219,38 @@ class ReplayBuffer:
 
     def view(self) -> BufferView:
         """The state as policies see it."""
-        return BufferView(version=self._version, served_version=self._fleet.served_version, depth_groups=self._depth.groups,
-                          slots=tuple(self._slots.values()), engines=self._fleet.engines, ended=self._ended)
+        return self._table.view()
 
     def held(self) -> Count:
         """Tokens and rollouts stored, batch in training included, counted from the rollouts themselves: the ledger's `buffered`."""
         return total([group.count for group in self._stored.values()])
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Prompts of the groups that are neither trained on nor gone, in order of admission; of those in a batch that is out, too."""
-        return tuple(group.slot.prompt for group in self._stored.values())
+        """Prompts of the groups that are neither trained on nor gone, in order of admission; of those in a batch that is out, too.
+
+        Last those of `refills` that nobody has asked for.
+        """
+        return (*(group.slot.prompt for group in self._stored.values()), *self._refills)
+
+    def refills(self) -> tuple[Prompt, ...]:
+        """Prompts to admit once more, because what was written for them grew too old; each is given once. None after `end_of_data`."""
+        given, self._refills = tuple(self._refills), deque()
+        return given
 
     def state(self) -> dict[str, Any]:
         """What outlives the process: counters and depth, not the groups. msgpack can carry it; `restore` takes it."""
-        return {"next_group_id": self._next_group_id, "depth_groups": self._depth.groups, "stats": self._stats.state()}
+        return {"next_group_id": self._table.next_group_id, "depth_groups": self._table.depth.groups, "stats": self._stats.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a `state`; after `attach`, before the first admission."""
-        self._next_group_id = state["next_group_id"]
-        self._depth = self._depth.at(state["depth_groups"])
+        self._table.next_group_id = state["next_group_id"]
+        self._table.depth = self._table.depth.at(state["depth_groups"])
         self._stats = BufferStats(state["stats"])
 
     def metrics(self) -> Metrics:
         """What happened since the last call, and the gauges as they stand."""
-        ready = sum(slot.state is SlotState.READY for slot in self._slots.values())
-        return self._stats.drain({"depth": self._depth.groups, "held": len(self._slots), "ready": ready, "bytes": self._bytes})
+        return self._stats.drain({"depth": self._table.depth.groups, "held": len(self._table), "ready": self._table.num_ready,
+                                  "bytes": self._bytes})
 
     @property
     def _bytes(self) -> int:
@@ -254,14 +263,13 @@ class ReplayBuffer:
         return limit is None or len(view.slots) < self._least_groups or self._bytes < limit
 
     def _depth_holds_admission(self) -> bool:
-        view = self.view()
-        at_most = dataclasses.replace(view, depth_groups=self.policy.capacity_groups)
-        return self._admitting > 0 and not self.policy.admit(view) and self._may_admit(at_most)
+        if not self._admitting or not self._table.depth_holds_admission():
+            return False
+        return self._may_admit(self._table.at_capacity(self.view()))
 
     def _grant(self, prompt: Prompt) -> Slot:
-        slot = Slot(self._next_group_id, prompt, self._fleet.served_version)
-        self._next_group_id += 1
-        self._slots[slot.group_id] = SlotView(slot.group_id, slot.policy_version)
+        held = self._table.grant()
+        slot = Slot(held.group_id, prompt, held.policy_version)
         self._stored[slot.group_id] = StoredGroup(slot, self.config.group_size, now_s())
         if self._recorder:
             self._recorder.admitted(slot)
@@ -270,7 +278,7 @@ class ReplayBuffer:
 
     def _discard(self, group_id: int, reason: str) -> None:
         group = self._stored.pop(group_id)
-        del self._slots[group_id]
+        self._table.discard(group_id)
         self._late.expect(group, reason)
         self._account_drop(reason, group.count, groups=1)
         if self._recorder:
@@ -291,7 +299,8 @@ class ReplayBuffer:
             self._count_empty(rewards[0])
             return
         self._equal_rewards.clear()
-        self._slots[group.slot.group_id] = dataclasses.replace(self._slots[group.slot.group_id], state=SlotState.READY)
+        versions = [rollout.first_version for rollout in group.rollouts.values() if rollout.first_version != NOT_SAMPLED]
+        self._table.fill(group.slot.group_id, oldest_version=min(versions, default=None))
         if self._recorder:
             self._recorder.scored(group.build())
         self._changed()
@@ -307,7 +316,7 @@ class ReplayBuffer:
     def _complete_late(self, rollout: Rollout) -> None:
         reason = self._late.settle(rollout)
         if reason is None:
-            known = "is complete, taken or gone" if 0 <= rollout.group_id < self._next_group_id else "was never admitted"
+            known = "is complete, taken or gone" if 0 <= rollout.group_id < self._table.next_group_id else "was never admitted"
             raise LedgerError(f"rollout {rollout.index} of group {rollout.group_id} cannot be completed: the group {known}")
         if self._ledger:
             self._ledger.completed(rollout)
@@ -318,28 +327,25 @@ class ReplayBuffer:
         if self._ledger:
             self._ledger.dropped(reason, tokens=dropped.tokens, rollouts=dropped.rollouts)
 
+    def _select(self) -> tuple[int, ...] | Missing:
+        for group_id in () if self._batch else self._table.expired():
+            prompt = self._stored[group_id].slot.prompt
+            self._discard(group_id, TOO_STALE)
+            if not self._table.ended:
+                self._refills.append(prompt)
+        return self._table.select()
+
     def _hand_out(self, chosen: tuple[int, ...]) -> tuple[Batch, int]:
         """The batch, and how many ready groups are left over."""
-        batch = Batch(self._version, tuple(self._stored[group_id].build() for group_id in chosen))
-        self.policy.check(batch, self._version)
-        waiting = overtake(tuple(self._slots.values()), chosen)
-        self._slots.update({slot.group_id: slot for slot in waiting})
-        for group_id in chosen:
-            self._slots[group_id] = dataclasses.replace(self._slots[group_id], state=SlotState.TAKEN, batch_version=self._version)
+        taken = Batch(self.version, tuple(self._stored[group_id].build() for group_id in chosen))
+        batch = self.policy.prepared(taken)
+        self.policy.check(batch, self.version)
+        left_over = self._table.hand_out(chosen)
         self._batch = batch
         self._stats.take(batch, bound=self.config.max_staleness)
+        self._stats.mask(taken, batch)
         self._changed()
-        return batch, sum(slot.state is SlotState.READY for slot in waiting)
-
-    def _release(self) -> None:
-        served = self._fleet.served_version
-        free = [slot.group_id for slot in self._slots.values() if slot.batch_version is not None and slot.batch_version < served]
-        for group_id in free:
-            del self._slots[group_id]
-        self._changed()
-
-    def _generating(self) -> tuple[int, ...]:
-        return tuple(slot.group_id for slot in self._slots.values() if slot.state is SlotState.GENERATING)
+        return batch, left_over
 
     def _changed(self) -> None:
         """Wake whoever waits."""

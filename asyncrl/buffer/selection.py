@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from asyncrl.buffer.view import BufferView, Missing, SlotState, SlotView
 
 
@@ -32,5 +34,5 @@ def overtake(slots: tuple[SlotView, ...], chosen: tuple[int, ...]) -> list[SlotV
         if slot.group_id in selected:
             later += 1
         elif slot.state is not SlotState.TAKEN:
-            left.append(SlotView(slot.group_id, slot.policy_version, slot.state, slot.batch_version, slot.overtaken + later))
+            left.append(dataclasses.replace(slot, overtaken=slot.overtaken + later) if later else slot)
     return left[::-1]

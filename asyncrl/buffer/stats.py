@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.accounting import Count
 from asyncrl.buffer.staleness import rollout_staleness, token_staleness
@@ -22,10 +22,12 @@ class BufferStats:
         self._trained = Count(*state["trained"]) if state else Count()
         self._decided = Count(*state["decided"]) if state else Count()
         self._histogram: Counter[int] = Counter(state["histogram"]) if state else Counter()
+        self._mask = MaskBias(*state["mask"]) if state else MaskBias()
 
     def state(self) -> dict[str, Any]:
         """What is over the whole run."""
-        return {"trained": list(self._trained), "decided": list(self._decided), "histogram": dict(self._histogram)}
+        return {"trained": list(self._trained), "decided": list(self._decided), "histogram": dict(self._histogram),
+                "mask": list(self._mask)}
 
     @property
     def staleness_tokens(self) -> Mapping[int, int]:
@@ -41,6 +43,14 @@ class BufferStats:
         if not self._trained.tokens or not self._trained.rollouts:
             return None
         return (self._trained.tokens / self._trained.rollouts) / (self._decided.tokens / self._decided.rollouts)
+
+    def mask(self, taken: Batch, prepared: Batch) -> None:
+        """The gradient that the policy took from tokens of a batch that was taken."""
+        if prepared is taken:
+            return
+        self._mask = self._mask.plus(taken, prepared)
+        masked = sum(_tokens_with_gradient(batch.rollouts) * sign for batch, sign in ((taken, 1), (prepared, -1)))
+        self._bag.sum("buffer/masked_too_stale/tokens", masked)
 
     def take(self, batch: Batch, *, bound: int) -> None:
         """A batch leaves for the trainer; `bound` is the `max_staleness` its tokens are compared with."""
@@ -94,6 +104,8 @@ class BufferStats:
             bag.last(f"buffer/{name}/last", value)
         if self.length_bias is not None:
             bag.last("buffer/length_bias/last", self.length_bias)
+        if self._mask.bias is not None:
+            bag.last("buffer/mask_length_bias/last", self._mask.bias)
         for staleness, tokens in self.staleness_tokens.items():
             bag.last(f"staleness/tokens_at_{staleness}/last", tokens)
         return bag
@@ -108,6 +120,37 @@ class BufferStats:
             bag.mean(f"reward/source.{source}/mean", reward, count=1)
             for name, value in by_function.items():
                 bag.mean(f"reward/function.{name}/mean", value, count=1)
+
+
+class MaskBias(NamedTuple):
+    """Sums over the rollouts of batches in which tokens lost their gradient for their age."""
+
+    kept: int = 0
+    """Tokens with a gradient left."""
+    kept_length: int = 0
+    """Σ kept of a rollout × its length."""
+    all: int = 0
+    """Tokens with a gradient before."""
+    all_length: int = 0
+    """Σ such tokens of a rollout × its length."""
+
+    @property
+    def bias(self) -> float | None:
+        """Mean length of the rollout that a token with a gradient stands in, after masking over before; None without any."""
+        return (self.kept_length / self.kept) / (self.all_length / self.all) if self.kept else None
+
+    def plus(self, taken: Batch, prepared: Batch) -> MaskBias:
+        """With one batch more, as it was taken and as it is trained on."""
+        kept, kept_length, before, before_length = self
+        for whole, left in zip(taken.rollouts, prepared.rollouts, strict=True):
+            had, has = _tokens_with_gradient([whole]), _tokens_with_gradient([left])
+            kept, kept_length = kept + has, kept_length + has * whole.num_tokens
+            before, before_length = before + had, before_length + had * whole.num_tokens
+        return MaskBias(kept, kept_length, before, before_length)
+
+
+def _tokens_with_gradient(rollouts: Iterable[Rollout]) -> int:
+    return sum(int(sequence.loss_mask.sum()) for rollout in rollouts for sequence in rollout.sequences)
 
 
 def _tokens(rollouts: Iterable[Rollout]) -> int:

@@ -41,6 +41,8 @@ class SlotView:
     """Version of the batch that took the group."""
     overtaken: int = 0
     """Groups admitted later that were taken earlier."""
+    oldest_version: int | None = None
+    """The version that wrote the oldest token of a group that is whole; None before, and without a token."""
 
 
 @dataclass(frozen=True, slots=True)

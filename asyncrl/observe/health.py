@@ -32,7 +32,7 @@ class RunSettings:
         run, buffer = tree["run"], tree["buffer"]
         max_staleness = int(buffer["max_staleness"])
         return cls(name=str(run["name"]), steps=int(run["steps"]), max_staleness=max_staleness, group_size=int(buffer["group_size"]),
-                   staleness_bound=math.inf if buffer["policy"]["kind"] == "soft" else max_staleness,
+                   staleness_bound=_staleness_bound(buffer["policy"], max_staleness=max_staleness),
                    probe_limit=float(run["probe"]["max_mean_gap"]))
 
 
