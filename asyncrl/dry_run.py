@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.buffer.config import make_depth, make_policy
-from asyncrl.buffer.policies import FixedLag, Lease
+from asyncrl.buffer.policies import Drop, FixedLag, Lease, TokenMask
 from asyncrl.config import RunConfig, dump_config
 from asyncrl.correction.formula import kept_text, weight_text
 from asyncrl.rollout.task_config import SetsEval
@@ -71,6 +71,9 @@ def _staleness(config: RunConfig) -> list[str]:
         promise = f"exactly {policy.lag_steps} steps"
     elif isinstance(policy, Lease):
         promise = f"at most K = {policy.max_staleness} steps; window W = {policy.effective_window}"
+    elif isinstance(policy, Drop | TokenMask):
+        fate = "groups with older tokens are dropped" if isinstance(policy, Drop) else "older tokens carry no gradient"
+        promise = f"at most {policy.cut_staleness} steps: {fate}; engines work K = {policy.max_staleness} steps ahead"
     else:
         promise = f"K = {policy.max_staleness} steps in the mean, more for single tokens"
     moves = f"{depth.least_groups} to {depth.most_groups}, {depth.groups} at first" if depth.step_groups else f"{depth.groups}"

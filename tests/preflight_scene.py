@@ -311,6 +311,9 @@ CASES: dict[str, Spoil] = {
     "compiled layers that keep a choice of results": lambda s: (s.set("trainer.compile", True),
                                                                s.set("trainer.activation_checkpointing", "selective")),
     "sharding without a rank": lambda s: (s.set("trainer.processes", 0), s.set("trainer.sharding", {"prefetch_layers": 2})),
+    "a cut that nothing written before a publish can meet": lambda s: (
+        s.set("buffer.policy", {"kind": "drop", "cut_staleness": 0}), s.set("buffer.max_staleness", 2), s.set("correction", "token_tis"),
+        s.set("weights.publish_every_steps", 2)),
     "turns of an asynchronous run": lambda s: (s.set("colocation", TURNS), s.set("buffer.max_staleness", 2),
                                                s.set("correction", "token_tis")),
     "turns with anchors between": lambda s: (s.set("colocation", TURNS), s.set("weights.anchor_every_versions", 2)),

@@ -151,7 +151,7 @@ def test_a_value_out_of_range_is_refused_at_load(changes, field):
      f"one of ['none', 'token_tis', 'icepop', 'preset', 'custom'], or a preset: {list(presets())}"),
     ({"trainer__schedule": {"kind": "lineer"}}, "trainer.schedule.kind", "one of ['constant', 'linear', 'cosine']"),
     ({"model": {"kind": "hub"}}, "model.kind", "one of ['folder', 'function']"),
-    ({"buffer__policy": {"kind": "drop"}}, "buffer.policy.kind", "one of ['lease', 'soft', 'fixed_lag']")])
+    ({"buffer__policy": {"kind": "discard"}}, "buffer.policy.kind", "one of ['lease', 'soft', 'drop', 'token_mask', 'fixed_lag']")])
 def test_an_unknown_kind_is_shown_the_kinds_there_are(changes, field, allowed):
     error = refused(**changes)
     assert (error.field, error.allowed) == (field, allowed)

@@ -63,7 +63,8 @@ def of_sources_and_sets(*names: str) -> set[str]:
 SCHEDULES = ("constant", "linear", "cosine")
 ACCEPTED: dict[str, set[str]] = {
     # switches something off, or is an ordinary value
-    "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "zero_variance_tolerance"),
+    "zero": {*under("buffer", "max_staleness", "policy.fixed_lag.lag_steps", "policy.drop.cut_staleness", "policy.token_mask.cut_staleness",
+                      "zero_variance_tolerance"),
              *under("run", "error_budget", "seed"),
              *under("engine", "inline.logit_noise", "transformers.seed", "vllm.seed"), "weights.transport.store.keep_bytes",
              *under("warm_up.cross_entropy", "betas", "ramp_steps", "seed"),
@@ -77,7 +78,8 @@ ACCEPTED: dict[str, set[str]] = {
     # it is a list
     "list": {"eval.sets.sets.pass_at"},
     # a large job, or a limit that is never reached: the machine and the clock say how much is too much
-    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "zero_variance_tolerance"), "env.memory_bytes",
+    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "policy.drop.cut_staleness", "policy.token_mask.cut_staleness",
+                       "zero_variance_tolerance"), "env.memory_bytes",
               *under("engine.inline", "context_tokens", "max_batch_requests"),
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature", "sampling.top_k",

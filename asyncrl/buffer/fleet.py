@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from asyncrl.buffer.view import EngineView
 from asyncrl.errors import StalenessError
@@ -18,6 +19,8 @@ class Fleet:
         self._engines: dict[str, EngineView] = {}
         self._newest = version
         self._served_version = version
+        self._serving: Counter[int] = Counter()
+        """Serving engines by version: the least is asked for with every acknowledgement, of thousands of engines in a simulation."""
 
     @property
     def served_version(self) -> int:
@@ -34,7 +37,7 @@ class Fleet:
         known = self._engines.get(name)
         if known and known.serving:
             raise StalenessError(f"engine {name!r} already serves version {known.version}; fence it before it is added again")
-        self._engines[name] = EngineView(name, version, serving=False)
+        self._put(EngineView(name, version, serving=False))
         self.acknowledge(name, version, trainer_version=trainer_version)
 
     def acknowledge(self, name: str, version: int, *, trainer_version: int) -> None:
@@ -47,17 +50,21 @@ class Fleet:
         if version > trainer_version:
             raise StalenessError(f"engine {name!r} acknowledged version {version}; the trainer is at {trainer_version}")
         self._newest = max(self._newest, version)
-        self._engines[name] = EngineView(name, version, serving=engine.serving or version >= self._newest)
-        self._settle()
+        self._put(EngineView(name, version, serving=engine.serving or version >= self._newest))
 
     def fence(self, name: str) -> None:
         """The engine gets no request and holds no slot back until it has the newest version again."""
         if name not in self._engines:
             raise StalenessError(f"engine {name!r} cannot be fenced, it was never added; known are {sorted(self._engines)}")
-        self._engines[name] = dataclasses.replace(self._engines[name], serving=False)
-        self._settle()
+        self._put(dataclasses.replace(self._engines[name], serving=False))
 
-    def _settle(self) -> None:
-        """Never lowers it: an engine begins to serve with the newest version of all."""
-        serving = [engine.version for engine in self._engines.values() if engine.serving]
-        self._served_version = min(serving, default=self._served_version)
+    def _put(self, engine: EngineView) -> None:
+        """Never lowers the served version: an engine begins to serve with the newest of all."""
+        before = self._engines.get(engine.name)
+        if before and before.serving:
+            self._serving[before.version] -= 1
+        if engine.serving:
+            self._serving[engine.version] += 1
+        self._engines[engine.name] = engine
+        self._serving = +self._serving
+        self._served_version = min(self._serving, default=self._served_version)

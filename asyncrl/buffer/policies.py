@@ -12,7 +12,7 @@ from typing import Protocol
 
 from asyncrl.buffer.admission import capacity_groups, default_window
 from asyncrl.buffer.selection import oldest_ready, within_window
-from asyncrl.buffer.staleness import check_staleness, mask_older
+from asyncrl.buffer.staleness import check_staleness
 from asyncrl.buffer.view import BufferView, Missing, SlotState, SlotView
 from asyncrl.errors import ConfigError
 from asyncrl.types import Batch
@@ -38,11 +38,11 @@ class Policy(Protocol):
     def is_expired(self, slot: SlotView, version: int) -> bool:
         """Whether a whole group may not be trained on from `version`: it is dropped before `select`, its prompt begun anew."""
 
-    def prepared(self, batch: Batch) -> Batch:
-        """The batch as it is trained on."""
+    def oldest_trained(self, version: int) -> int:
+        """The oldest version whose tokens have a gradient in the step from `version`."""
 
     def check(self, batch: Batch, version: int) -> None:
-        """Raise StalenessError unless the prepared batch keeps the promise when it trains from `version`."""
+        """Raise StalenessError unless the batch, older tokens masked, keeps the promise when it trains from `version`."""
 
 
 class TakesAll:
@@ -54,9 +54,9 @@ class TakesAll:
         """Never."""
         return False
 
-    def prepared(self, batch: Batch) -> Batch:
-        """Nothing is changed."""
-        return batch
+    def oldest_trained(self, version: int) -> int:
+        """The first: no token is masked for its age."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +177,9 @@ class TokenMask(Soft):
         Soft.__post_init__(self)
         require_reachable_cut(self.cut_staleness, publish_every_steps=self.publish_every_steps)
 
-    def prepared(self, batch: Batch) -> Batch:
-        """Without gradient for tokens of versions before `version` − cut."""
-        return mask_older(batch, least_version=batch.version - self.cut_staleness)
+    def oldest_trained(self, version: int) -> int:
+        """`version` − cut."""
+        return version - self.cut_staleness
 
     def check(self, batch: Batch, version: int) -> None:
         """Every token that has a gradient in [0, cut]; none from the future."""

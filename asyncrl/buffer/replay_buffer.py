@@ -22,6 +22,7 @@ from asyncrl.buffer.filters import is_zero_variance, reward_histogram, valid_rew
 from asyncrl.buffer.groups import LateRollouts, StoredGroup
 from asyncrl.buffer.recorder import Recorder
 from asyncrl.buffer.slot_table import SlotTable
+from asyncrl.buffer.staleness import mask_older
 from asyncrl.buffer.stats import BufferStats
 from asyncrl.buffer.view import BufferView, Missing, Slot, SlotState
 from asyncrl.clock import now_s
@@ -338,7 +339,7 @@ class ReplayBuffer:
     def _hand_out(self, chosen: tuple[int, ...]) -> tuple[Batch, int]:
         """The batch, and how many ready groups are left over."""
         taken = Batch(self.version, tuple(self._stored[group_id].build() for group_id in chosen))
-        batch = self.policy.prepared(taken)
+        batch = mask_older(taken, least_version=self.policy.oldest_trained(self.version))
         self.policy.check(batch, self.version)
         left_over = self._table.hand_out(chosen)
         self._batch = batch

@@ -44,13 +44,13 @@ class BufferStats:
             return None
         return (self._trained.tokens / self._trained.rollouts) / (self._decided.tokens / self._decided.rollouts)
 
-    def mask(self, taken: Batch, prepared: Batch) -> None:
+    def mask(self, taken: Batch, masked: Batch) -> None:
         """The gradient that the policy took from tokens of a batch that was taken."""
-        if prepared is taken:
+        if masked is taken:
             return
-        self._mask = self._mask.plus(taken, prepared)
-        masked = sum(_tokens_with_gradient(batch.rollouts) * sign for batch, sign in ((taken, 1), (prepared, -1)))
-        self._bag.sum("buffer/masked_too_stale/tokens", masked)
+        before = self._mask
+        self._mask = before.plus(taken, masked)
+        self._bag.sum("buffer/masked_too_stale/tokens", (self._mask.all - before.all) - (self._mask.kept - before.kept))
 
     def take(self, batch: Batch, *, bound: int) -> None:
         """A batch leaves for the trainer; `bound` is the `max_staleness` its tokens are compared with."""
@@ -139,10 +139,10 @@ class MaskBias(NamedTuple):
         """Mean length of the rollout that a token with a gradient stands in, after masking over before; None without any."""
         return (self.kept_length / self.kept) / (self.all_length / self.all) if self.kept else None
 
-    def plus(self, taken: Batch, prepared: Batch) -> MaskBias:
+    def plus(self, taken: Batch, masked: Batch) -> MaskBias:
         """With one batch more, as it was taken and as it is trained on."""
         kept, kept_length, before, before_length = self
-        for whole, left in zip(taken.rollouts, prepared.rollouts, strict=True):
+        for whole, left in zip(taken.rollouts, masked.rollouts, strict=True):
             had, has = _tokens_with_gradient([whole]), _tokens_with_gradient([left])
             kept, kept_length = kept + has, kept_length + has * whole.num_tokens
             before, before_length = before + had, before_length + had * whole.num_tokens

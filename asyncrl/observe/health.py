@@ -36,6 +36,13 @@ class RunSettings:
                    probe_limit=float(run["probe"]["max_mean_gap"]))
 
 
+def _staleness_bound(policy: Mapping[str, Any], *, max_staleness: int) -> float:
+    """What no token that leaves the buffer may exceed; a token that is only masked leaves it too."""
+    if policy["kind"] in ("soft", "token_mask"):
+        return math.inf
+    return float(policy.get("cut_staleness", max_staleness))
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """A number the console shows, and what is known about it. Bounds are inclusive; None: no bound."""
