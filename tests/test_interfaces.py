@@ -32,6 +32,12 @@ def code_definition(module: str, name: str) -> Definition:
     raise AssertionError(f"{module} does not define {name}; docs/interfaces.md says it does")
 
 
+def beside(module: str) -> set[str]:
+    """Classes that a module defines: what one inherits from them it has as well."""
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def is_property(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
 
@@ -87,11 +93,15 @@ def test_the_page_shows_every_contract_between_the_parts():
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Lease"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Soft"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:FixedLag"),
+    ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Drop"), ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:TokenMask"),
     ("asyncrl.buffer.recorder:Recorder", "asyncrl.buffer.recorder:MemoryRecorder")])
 def test_an_implementation_has_the_methods_of_its_protocol(protocol, implementation):
     def methods(place: str) -> dict[str, str]:
-        node = code_definition(*place.split(":"))
-        return {item.name: ast.unparse(item.args) for item in node.body
+        module, name = place.split(":")
+        node = code_definition(module, name)
+        above = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in beside(module)]
+        return {name: arguments for base in above for name, arguments in methods(f"{module}:{base}").items()} | {
+            item.name: ast.unparse(item.args) for item in node.body
                 if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not item.name.startswith("_") and not is_property(item)}
     promised, kept = methods(protocol), methods(implementation)
     assert {name: kept.get(name) for name in promised} == promised
