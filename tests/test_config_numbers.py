@@ -78,8 +78,8 @@ ACCEPTED: dict[str, set[str]] = {
     # it is a list
     "list": {"eval.sets.sets.pass_at"},
     # a large job, or a limit that is never reached: the machine and the clock say how much is too much
-    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "policy.drop.cut_staleness", "policy.token_mask.cut_staleness",
-                       "zero_variance_tolerance"), "env.memory_bytes",
+    "large": {*under("buffer", "max_bytes", "max_empty_fills", "max_staleness", "policy.drop.cut_staleness",
+                       "policy.token_mask.cut_staleness", "zero_variance_tolerance"), "env.memory_bytes",
               *under("engine.inline", "context_tokens", "max_batch_requests"),
               *under("engine.transformers", "kv_cache_tokens", "max_batch_tokens", "max_running_requests"),
               *under("engine.vllm", "context_tokens", "kv_cache_bytes", "max_batch_tokens"), "sampling.temperature", "sampling.top_k",

@@ -93,7 +93,8 @@ def test_the_page_shows_every_contract_between_the_parts():
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Lease"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Soft"),
     ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:FixedLag"),
-    ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Drop"), ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:TokenMask"),
+    ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:Drop"),
+    ("asyncrl.buffer.policies:Policy", "asyncrl.buffer.policies:TokenMask"),
     ("asyncrl.buffer.recorder:Recorder", "asyncrl.buffer.recorder:MemoryRecorder")])
 def test_an_implementation_has_the_methods_of_its_protocol(protocol, implementation):
     def methods(place: str) -> dict[str, str]:
