@@ -27,6 +27,8 @@ from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import open_console
 from asyncrl.observe.figures import encodable
 from asyncrl.observe.watch import Watch, find_run
+from asyncrl.plan import command as plan_command
+from asyncrl.plan.options import add_arguments as plan_arguments
 from asyncrl.preflight import check_environment
 from asyncrl.recipe_files import recipe_file, recipe_names, recipe_summary, recipes_folder
 from asyncrl.supervised import load_sft, supervise
@@ -196,6 +198,11 @@ def _correction(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _plan(options: argparse.Namespace) -> int:
+    print(encodable(plan_command.run(options), getattr(sys.stdout, "encoding", None) or "utf-8"))
+    return EXIT_OK
+
+
 COMMANDS = (
     Command("train", "train a model as a recipe says", _train, _train_arguments, takes_settings=True),
     Command("sft", "train a model on examples, for RL to start from", _sft, _sft_arguments, takes_settings=True),
@@ -206,6 +213,7 @@ COMMANDS = (
     Command("ablate", "train over a grid of settings and seeds, and compare; goes on where it was stopped", _ablate, _ablate_arguments),
     Command("correction", "list and explain corrections by name, try one on recorded batches", _correction,
             correction_command.add_arguments),
+    Command("plan", "the account of a step before it is run: FLOP, bytes, seconds, memory, shapes", _plan, plan_arguments),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
 

@@ -122,7 +122,7 @@ def _shapes(setup: Setup, step: Phases, sync_s: float) -> tuple[dict[str, ShapeP
     fit = _memory(setup, placement.gpus)
     shapes = {"colocated": replace(whole, obstacle=None if setup.is_reference else _obstacle(fit))}
     unit = math.lcm(placement.unit_gpus, placement.tensor_parallel)
-    if placement.gpus < 2 * unit or placement.gpus % unit:
+    if placement.gpus < 2 * placement.tensor_parallel:
         return shapes, None
     seconds = {"disaggregated": lambda rollout: _with_barrier_s(setup, step, rollout, sync_s, pipelined=False),
                "one_step": lambda rollout: _with_barrier_s(setup, step, rollout, sync_s, pipelined=True),
@@ -229,5 +229,5 @@ def _environments(setup: Setup, alone: Decode, step_s: float) -> Environments | 
         return None
     runs = work.rollouts * work.turns
     life_s = work.lengths.mean_tokens * alone.step_s + work.turns * work.environment_s
-    return Environments(runs=runs, cpu_h=runs * work.environment_s * work.environment_cores / 3600, sandboxes=work.rollouts * life_s / step_s,
-                        releasable=runs * work.environment_s / step_s)
+    return Environments(runs=runs, cpu_h=runs * work.environment_s * work.environment_cores / 3600,
+                        sandboxes=work.rollouts * life_s / step_s, releasable=runs * work.environment_s / step_s)

@@ -12,7 +12,8 @@ from tests.parity.planner_inputs import Inputs, phases_of, setup_of
 
 _WATERFALL = {"decode": "decode", "tail": "tail", "fwd": "forward", "train": "train", "switch_sync": "switch_sync", "mfu": "mfu"}
 _ALIASES = {"colo": "total", "step_s": "total", "colocated": "total", "total_s": "total", "concurrency": "conc", "c": "conc",
-            "t_step": "step", "decode_step": "step", "generation": "gen", "forward": "fwd", "forwards": "fwd", "score": "fwd", "scoring": "fwd",
+            "t_step": "step", "decode_step": "step", "generation": "gen", "forward": "fwd", "forwards": "fwd", "score": "fwd",
+            "scoring": "fwd",
             "flop_total": "flop", "training": "train", "throughput": "thr", "kv": "kv_total", "share": "gen_share", "tail_frac": "f"}
 
 
