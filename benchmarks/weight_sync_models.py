@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 from asyncrl.weights.codec import Bits
 from asyncrl.weights.manifest import Piece
-from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors, local_pieces
+from asyncrl.weights.torch_pieces import bits_of, checkpoint_tensors
 from benchmarks.trainer_steps import smollm2, tiny
 
 SEED = 7
@@ -76,7 +76,8 @@ def initial_state(config: PretrainedConfig) -> State:
     """Normal weights in bfloat16. The model itself is never built."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    pieces = local_pieces(model, rank=0, dtype="bfloat16")
+    pieces = tuple(Piece(name=name, dtype="BF16", shape=tuple(tensor.shape), start=0, length=tensor.numel())
+                   for name, tensor in checkpoint_tensors(model).items())
     generator = torch.Generator().manual_seed(SEED)
     return State(pieces, {piece.name: bits_of((torch.randn(piece.length, generator=generator) * SPREAD).bfloat16()) for piece in pieces})
 

@@ -14,6 +14,7 @@ the set of ranks that hold a tensor; `joined` compares what the members of a cla
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from asyncrl.errors import WeightSyncError, WrongBase
 from asyncrl.weights.codec import EVERYWHERE, Changes
 from asyncrl.weights.manifest import Manifest, TensorEntry
 from asyncrl.weights.merge import Link, Run, merged_runs
+from asyncrl.weights.side_by_side import side_by_side
 from asyncrl.weights.state_hash import MODULUS, hash_at, hash_bits, hash_delta, tensor_seed
 from asyncrl.weights.targets import Target, check_manifest
 from asyncrl.weights.transport import HeldVersion, PartSource
@@ -31,6 +33,10 @@ AUDIT_EVERY_DELTAS = 50
 """A delta proves only what it touches. Hashing all of memory costs about as much as an anchor: as rare as the parity probe by default."""
 KEPT_BYTES = 256 << 20
 """Decoded changes that are kept between `fetch` and `apply`, so that the pause covers the writing alone; larger ones are decoded twice."""
+MOST_WRITERS = 4
+"""Threads that write in the pause, when nothing else of the engine runs: one core alone gets half of what memory gives, or less."""
+_MANY_CHANGES = 1 << 18
+"""A millisecond's work."""
 _AUDIT_ELEMENTS = 1 << 22
 """Read at a time."""
 
@@ -67,6 +73,12 @@ class _Fetched:
     """That would result."""
     kept: Sequence[Run] | None
     """Its changes, where they are small enough to be kept."""
+
+    @property
+    def writers(self) -> int:
+        """Threads that are worth it."""
+        changed = sum(entry.count for link in self.links for entry in link.manifest.tensors)
+        return min(MOST_WRITERS, len(os.sched_getaffinity(0))) if changed >= _MANY_CHANGES else 1
 
     def runs(self) -> Iterator[Run]:
         return iter(self.kept) if self.kept is not None else merged_runs(self.links)
@@ -235,14 +247,17 @@ class Receiver:
         manifest, on = fetched.manifest, fetched.on if fetched.links[0].manifest.base is not None else None
         dtypes = dict(on.dtypes) if on else {}
         self._held, self._poisoned = None, f"writing version {manifest.version} did not finish"
-        for whole, all_changes in fetched.runs():
-            target = self._targets[whole.name]
-            for entry, changes in target.here(whole, all_changes):
-                target.write(entry, changes)
-            dtypes[whole.name] = whole.dtype
+        side_by_side(fetched.runs(), self._write_run, threads=fetched.writers)
+        dtypes |= {entry.name: entry.dtype for link in fetched.links for entry in link.manifest.tensors}
         self._held = _Held(manifest, fetched.shares, dtypes)
         self._run_epoch, self._poisoned = manifest.run_epoch, ""
         self._deltas_since_proof = self._deltas_since_proof + len(fetched.links) if on else 0
+
+    def _write_run(self, run: Run) -> None:
+        whole, all_changes = run
+        target = self._targets[whole.name]
+        for entry, changes in target.here(whole, all_changes):
+            target.write(entry, changes)
 
     def _class_of(self, name: str) -> str:
         return self._classes.get(name, ALONE)
