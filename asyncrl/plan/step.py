@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from asyncrl.plan.costs import attention_ratio
 from asyncrl.plan.decode import Decode, decode
 from asyncrl.plan.memory import MemoryFit, checkpoint_bytes, checkpoint_s, memory_fit
 from asyncrl.plan.phases import Phases, Setup, mfu, phases, waterfall
-from asyncrl.plan.shapes import async_s, best_split, colocated_s, disaggregated_s, one_step_s
+from asyncrl.plan.shapes import Jobs, async_s, best_split, colocated_s, disaggregated_s, one_step_s
 from asyncrl.plan.staleness import StalenessShares, reprefill_flop, staleness_shares
 from asyncrl.plan.sync import (
     BUCKET_BYTES,
@@ -124,10 +125,17 @@ def _shapes(setup: Setup, step: Phases, sync_s: float) -> tuple[dict[str, ShapeP
     unit = math.lcm(placement.unit_gpus, placement.tensor_parallel)
     if placement.gpus < 2 * placement.tensor_parallel:
         return shapes, None
-    seconds = {"disaggregated": lambda rollout: _with_barrier_s(setup, step, rollout, sync_s, pipelined=False),
-               "one_step": lambda rollout: _with_barrier_s(setup, step, rollout, sync_s, pipelined=True),
-               "async": lambda rollout: _async_s(setup, step, rollout, sync_s)[0]}
-    fits = (lambda gpus: True) if setup.is_reference else (lambda gpus: _memory(setup, gpus).trains)
+    divided = functools.cache(lambda rollout: _barrier_jobs(setup, step, rollout))
+    asynchronous = functools.cache(lambda rollout: _async_s(setup, step, rollout, sync_s))
+    paid_s = 0.0 if setup.is_reference else sync_s
+    seconds = {"disaggregated": lambda rollout: disaggregated_s(divided(rollout), rollout_gpus=rollout, sync_s=paid_s),
+               "one_step": lambda rollout: one_step_s(divided(rollout), rollout_gpus=rollout, sync_s=sync_s),
+               "async": lambda rollout: asynchronous(rollout)[0]}
+    least = 1 if setup.is_reference else _least_train_gpus(fit, placement.gpus)
+
+    def fits(train_gpus: int) -> bool:
+        return train_gpus >= least
+
     if not any(fits(placement.gpus - rollout) for rollout in range(unit, placement.gpus, unit)):
         return shapes, None
     splits = {name: best_split(placement.gpus, unit_gpus=unit, step_s=step_s, train_fits=fits).rollout_gpus
@@ -136,18 +144,21 @@ def _shapes(setup: Setup, step: Phases, sync_s: float) -> tuple[dict[str, ShapeP
         splits["disaggregated"] = splits["one_step"]
     shapes |= {name: _shape(setup, step_s(splits[name]), flop, (splits[name], placement.gpus - splits[name]))
                for name, step_s in seconds.items()}
-    return shapes, _async_s(setup, step, splits["async"], sync_s)[1]
+    return shapes, asynchronous(splits["async"])[1]
 
 
-def _with_barrier_s(setup: Setup, step: Phases, rollout_gpus: int, sync_s: float, *, pipelined: bool) -> float:
-    """By the reference's scaling of the colocated jobs; else engines of the split generate the batch, with a tail of their own."""
+def _barrier_jobs(setup: Setup, step: Phases, rollout_gpus: int) -> Jobs:
+    """The reference scales the colocated jobs; else engines of the split generate the batch, with a tail of their own."""
     jobs = step.jobs
     if setup.is_reference:
-        return (one_step_s(jobs, rollout_gpus=rollout_gpus, sync_s=sync_s) if pipelined
-                else disaggregated_s(jobs, rollout_gpus=rollout_gpus))
+        return jobs
     alone = _decode_on(setup, rollout_gpus)
-    jobs = replace(jobs, tail_s=alone.tail_s, throughput_s=(alone.throughput_s * rollout_gpus / jobs.gpus) + step.prefill_s)
-    return (one_step_s if pipelined else disaggregated_s)(jobs, rollout_gpus=rollout_gpus, sync_s=sync_s)
+    return replace(jobs, tail_s=alone.tail_s, throughput_s=(alone.throughput_s * rollout_gpus / jobs.gpus) + step.prefill_s)
+
+
+def _least_train_gpus(fit: MemoryFit, gpus: int) -> int:
+    """States are sharded evenly, so on fewer GPUs each holds more, in proportion."""
+    return math.ceil(gpus * fit.states_bytes / fit.states_limit_bytes)
 
 
 def _async_s(setup: Setup, step: Phases, rollout_gpus: int, sync_s: float) -> tuple[float, Decode]:
@@ -216,7 +227,7 @@ def _obstacle(fit: MemoryFit) -> str | None:
 def _check_any(setup: Setup, shapes: dict[str, ShapePlan]) -> None:
     if all(shape.obstacle for shape in shapes.values()):
         fit = _memory(setup, setup.placement.gpus)
-        least = math.ceil(setup.placement.gpus * fit.states_bytes / fit.states_limit_bytes)
+        least = _least_train_gpus(fit, setup.placement.gpus)
         raise ConfigError("model, gpus", value=(setup.model.name, setup.placement.gpus),
                           allowed=f"a model whose training fits: {shapes['colocated'].obstacle}",
                           remedy=f"Take {least} GPUs or more, GPUs with more memory, or a smaller model.")
