@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.plan.agentic import agentic_decode, agentic_prefill_s, agentic_train_flop, decode_s, resident_frac
+from asyncrl.plan.decode import kv_pool_bytes
 from asyncrl.plan.reference import agentic_rate, agentic_train_flop_12n
 from asyncrl.plan.workload import Placement
 from tests.parity.planner_inputs import Inputs, agents_of, hardware_of, model_of
+
+_UTILIZATION = 0.85
 
 
 def answer(name: str, inputs: Inputs) -> Any:
@@ -45,7 +48,10 @@ def _tokens(word: str, inputs: Inputs) -> Any:
 
 def _prefill(word: str, inputs: Inputs) -> float:
     agents, model = agents_of(inputs), model_of(inputs)
-    resident = inputs.get("resident", 1.0 if "hit" in word else 0.0)
-    if "pool" in inputs:
-        resident = resident_frac(model, workload=agents, pool_bytes_per_gpu=inputs["pool"])
+    if "resident" in inputs or "hit" in word or "miss" in word:
+        resident = inputs.get("resident", 1.0 if "hit" in word else 0.0)
+    else:  # what the cache of an engine beside a trainer keeps
+        placement = Placement(gpus=agents.gpus, gpu_memory_utilization=inputs.get("util", _UTILIZATION))
+        pool = inputs.get("pool") or kv_pool_bytes(model, hardware=hardware_of(inputs), placement=placement)
+        resident = resident_frac(model, workload=agents, pool_bytes_per_gpu=pool)
     return agentic_prefill_s(model, hardware=hardware_of(inputs), workload=agents, resident_frac=resident)

@@ -27,7 +27,7 @@ def answer(name: str, inputs: Inputs) -> Any:
         return async_gain(jobs)
     if "shape" in inputs:
         return _split(jobs, inputs)
-    if "nr" not in inputs:
+    if "nr" not in inputs or name.endswith("ratio"):
         return jobs.throughput_s / jobs.train_s if "ratio" in name else None
     shape = next((_SHAPES[key] for key in _SHAPES if key in name), "async")
     seconds = _seconds(jobs, shape, inputs["nr"], inputs.get("sync", 0.0))

@@ -73,5 +73,7 @@ def test_other_numbers_of_a_kind_are_answered_too() -> None:
     whole = planner_oracles.evaluate("s01_total", case["inputs"])
     assert planner_oracles.evaluate("s01_total", fewer) == pytest.approx(whole, rel=1e-3)
     assert planner_oracles.evaluate("s04_bubble_3_1_9", {"t_sync": 3, "k": 1, "t_mb": 9}) == 0.25
+    agents = next(case for case in CASES if case["name"] == "s06_prefill_hit")["inputs"]
+    assert planner_oracles.evaluate("s06_prefill_between", agents) == pytest.approx(1401, rel=1e-3)
     with pytest.raises(KeyError, match="what_is_this"):
         planner_oracles.evaluate("what_is_this", {})
