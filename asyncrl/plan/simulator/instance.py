@@ -43,7 +43,7 @@ class Decoder:
 class Answer:
     """A sequence that is being written."""
 
-    __slots__ = ("group", "length", "done", "spans", "start_step", "end_step")
+    __slots__ = ("done", "end_step", "group", "length", "spans", "start_step")
 
     def __init__(self, group: object, length: int) -> None:
         self.group, self.length = group, length
@@ -57,8 +57,26 @@ class Answer:
 class Instance:
     """An engine: `step` counts what it has decoded, `clock_s` is when that step ended. It may be ahead of an event by one step."""
 
-    __slots__ = ("name", "decoder", "clock_s", "step", "context", "kv_tokens_read", "decode_s", "prefill_s", "paused_s", "draining",
-                 "is_down", "epoch", "prompt_tokens", "_ends", "_running", "_mark_steps", "_mark_versions", "_count")
+    __slots__ = (
+        "_count",
+        "_ends",
+        "_mark_steps",
+        "_mark_versions",
+        "_running",
+        "clock_s",
+        "context",
+        "decode_s",
+        "decoder",
+        "draining",
+        "epoch",
+        "is_down",
+        "kv_tokens_read",
+        "name",
+        "paused_s",
+        "prefill_s",
+        "prompt_tokens",
+        "step",
+    )
 
     def __init__(self, name: str, decoder: Decoder, *, version: int, prompt_tokens: int) -> None:
         self.name, self.decoder, self.prompt_tokens = name, decoder, prompt_tokens

@@ -27,7 +27,7 @@ _DRAWN_GROUPS = 1024
 class _Group:
     """A group that holds a slot."""
 
-    __slots__ = ("group_id", "left", "answers")
+    __slots__ = ("answers", "group_id", "left")
 
     def __init__(self, group_id: int, lengths: list[int]) -> None:
         self.group_id, self.left = group_id, len(lengths)
@@ -68,6 +68,8 @@ class Simulation:
         self._order = 0
         self._batch: tuple[int, ...] | None = None
         self._blocked_by: set[int] = set()
+        self._unjudged: list[int] = []
+        """Groups that became whole since `_select` last looked."""
         self._waited = self._deepened = False
         self._began = Clocks()
 
@@ -176,14 +178,9 @@ class Simulation:
         if not group.left:
             self.table.fill(group.group_id, oldest_version=group.oldest_version)
             self._blocked_by.discard(group.group_id)
+            self._unjudged.append(group.group_id)
             # at a time of its own: whoever calls may be in the middle of moving an instance
-            self._at(self.clocks.now_s, lambda: self._became_whole(group.group_id))
-
-    def _became_whole(self, group_id: int) -> None:
-        if self._batch is None and self.table.get(group_id) is not None:
-            if self.table.is_expired(group_id):
-                self._drop((group_id,))
-            self._select()
+            self._at(self.clocks.now_s, self._select)
 
     # --- trainer ---
 
@@ -191,7 +188,7 @@ class Simulation:
         """The trainer asks for a batch."""
         self._waited = self._deepened = False
         self._blocked_by.clear()
-        self._drop(self.table.expired())
+        self._unjudged = list(self.table.expired())
         self._select()
 
     def _drop(self, group_ids: tuple[int, ...]) -> None:
@@ -202,7 +199,15 @@ class Simulation:
             self._admit()
 
     def _select(self) -> None:
-        """Select once it can succeed: with P whole groups, and none of those missing that the policy named last."""
+        """Select once it can succeed: with P whole groups, and none of those missing that the policy named last.
+
+        Ages change with the version alone, so between two steps only groups that became whole are judged.
+        """
+        if self._batch is not None:
+            return
+        while self._unjudged:
+            judged, self._unjudged = self._unjudged, []
+            self._drop(tuple(group_id for group_id in judged if self.table.is_expired(group_id)))
         chosen: tuple[int, ...] | Missing = Missing(())
         if self.table.num_ready >= self.policy.groups_per_step and not self._blocked_by:
             chosen = self.table.select()
@@ -279,8 +284,7 @@ class Simulation:
                 self.table.acknowledge(instance.name, instance.version)
         self._admit()
         self._dispatch()
-        if self._batch is None:
-            self._select()
+        self._select()
 
     def _plan_failure(self, instance: Instance) -> None:
         in_s = float(self._failing.exponential(self.scenario.failures.mean_s_between))
