@@ -27,6 +27,7 @@ from asyncrl.interrupts import Interrupted, run_interruptibly
 from asyncrl.observe.console import open_console
 from asyncrl.observe.figures import encodable
 from asyncrl.observe.watch import Watch, find_run
+from asyncrl.observe.waterfall import text_of_waterfall, write_waterfall
 from asyncrl.plan import command as plan_command
 from asyncrl.plan.options import add_arguments as plan_arguments
 from asyncrl.preflight import check_environment
@@ -174,6 +175,23 @@ def _watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="show how things stand and return")
 
 
+def _report(options: argparse.Namespace) -> int:
+    folder = find_run(options.run_folder)
+    found = write_waterfall(folder, title=folder.name)
+    if found is None:
+        raise ConfigError("RUN", value=str(folder), allowed="the folder of a run with at least one step in metrics.jsonl",
+                          remedy="Name a run that has trained, or wait for its first step.")
+    text = text_of_waterfall(found)
+    print(encodable(text, getattr(sys.stdout, "encoding", None) or "utf-8"))
+    return EXIT_OK
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="the folder of a run, or its name below runs/")
+    parser.add_argument("--waterfall", action="store_true", required=True,
+                        help="where each engine-second and trainer-second went; also written as waterfall.json and waterfall.png")
+
+
 def _ablate(options: argparse.Namespace) -> int:
     plan = read_plan(options.file, out=options.out, quick=options.quick, jobs=options.jobs)
     if options.dry_run:
@@ -214,6 +232,7 @@ COMMANDS = (
     Command("correction", "list and explain corrections by name, try one on recorded batches", _correction,
             correction_command.add_arguments),
     Command("plan", "the account of a step before it is run: FLOP, bytes, seconds, memory, shapes", _plan, plan_arguments),
+    Command("report", "say where the time of a run went", _report, _report_arguments),
     Command("watch", "show a run that goes on, or has ended", _watch, _watch_arguments),
 )
 

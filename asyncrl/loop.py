@@ -42,6 +42,7 @@ from asyncrl.rollout.evaluate import first_failure
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.prompts import PromptSource
 from asyncrl.rollout.router import Router
+from asyncrl.rollout.timed_engine import TimedEngine
 from asyncrl.rollout.worker import Requests, RolloutWorker
 from asyncrl.run_options import RunOptions
 from asyncrl.run_state import RunState, find_checkpoint, load_state
@@ -77,7 +78,8 @@ class Run:
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
-        self.router = Router(self.engines, drain_timeout_s=self.options.weights.drain_timeout_s,
+        self._timed = [TimedEngine(engine) for engine in self.engines]
+        self.router = Router(self._timed, drain_timeout_s=self.options.weights.drain_timeout_s,
                              apply_timeout_s=self.options.weights.apply_timeout_s)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.turns = Turns(self.options.colocation, router=self.router, trainer=trainer, weights=self.weights)
@@ -184,19 +186,23 @@ class Run:
             await self._judge_probe()
             return None
         waited_s = now_s() - began_s
-        await self._or_failure(self.turns.to_trainer())
+        with self._meter.trainer("sync"):
+            await self._or_failure(self.turns.to_trainer())
         await self._judge_probe()
         self.recorder.batch_recorded(BatchRecord.of(batch, seed=self.options.seed, learning_rate=self.trainer.learning_rate))
-        result = await self.trainer.step(batch)
+        with self._meter.trainer("step", blocks=not self.trainer.config.trainer.processes):
+            result = await self.trainer.step(batch)
         self.buffer.trained(batch)
         self.ledger.trained(batch, trained_tokens=result.trained_tokens, masked_tokens=result.masked_tokens)
         self.recorder.step_done(batch.version)
         self.index += 1
         if self.trainer.checkpoint_due:
-            await self.trainer.checkpoint(self.state().to_bytes())
+            with self._meter.trainer("checkpoint"):
+                await self.trainer.checkpoint(self.state().to_bytes())
         if result.version % self.options.weights.publish_every_steps == 0:
-            await self.turns.to_engines()
-            await self.weights.publish()
+            with self._meter.trainer("sync"):
+                await self.turns.to_engines()
+                await self.weights.publish()
         self.account()
         return StepReport(index=self.index, version=result.version, metrics=self._measure(result, waited_s=waited_s), batch=batch)
 
@@ -278,7 +284,7 @@ class Run:
         self.observer = Observer(aside, sets=[asked.completed(self.tokenizer) for asked in self.options.eval_sets], probed=probed,
                                  probe=self.options.probe, weights=self.weights, trainer=self.trainer)
         await self.weights.start()
-        self._meter = Meter(self.router)
+        self._meter = Meter(self.router, self._timed)
 
     async def _start_trainer(self, checkpoint: Path | None) -> None:
         await self.trainer.start(self.paths, weights=self.turns.published(self.options.weights), deterministic=self.options.deterministic)
@@ -353,7 +359,7 @@ class Run:
             self._meter.probed(parity)
 
     def _measure(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
-        metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens)
+        metrics = self._meter.step(waited_s=waited_s, trained_tokens=result.trained_tokens, trained=result.metrics.result())
         for part in (result.metrics, self.buffer.metrics(), self.weights.take_metrics(), self.turns.take_metrics(),
                      self.prompts.metrics()):
             metrics.merge(part)

@@ -1,27 +1,37 @@
-"""Measures one run between steps: what was rolled out, who waited for whom, how fast both sides went."""
+"""Measures one run between steps: what was rolled out, who waited for whom, where each engine's and the trainer's seconds went."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from asyncrl.clock import now_s
 from asyncrl.metrics import Metrics
 from asyncrl.rollout.probe import Parity
 from asyncrl.rollout.router import Router
+from asyncrl.rollout.timed_engine import TimedEngine
 from asyncrl.types import Rollout, Status
+
+TRAINER_PHASES = ("forward", "backward", "optimizer")
+"""What a step's `train/PHASE_s/sum` tell of its own seconds; the rest of them is other."""
 
 
 class Meter:
     """Collects while rollouts finish; `step` closes one interval and gives its numbers."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, engines: Sequence[TimedEngine] = ()) -> None:
+        self._router, self._engines = router, engines
         self._metrics = Metrics()
         self._at_s = now_s()
         self._busy_s = router.busy_s()
         self._aside_s = self._aside_busy_s = 0.0
+        self._trainer_s: defaultdict[str, float] = defaultdict(float)
         self._mismatch: float | None = None
+        for engine in engines:
+            engine.begin()
 
     def scored(self, rollout: Rollout) -> None:
         """A rollout is finished, whatever becomes of it."""
@@ -52,12 +62,31 @@ class Meter:
     def aside(self) -> Iterator[None]:
         """What runs inside, an evaluation or a probe, belongs to no step: its time counts neither as work nor as waiting."""
         at_s, busy_s = now_s(), self._router.busy_s()
-        yield
-        self._aside_s += now_s() - at_s
-        self._aside_busy_s += self._router.busy_s() - busy_s
+        for engine in self._engines:
+            engine.aside(True)
+        try:
+            yield
+        finally:
+            for engine in self._engines:
+                engine.aside(False)
+            self._aside_s += now_s() - at_s
+            self._aside_busy_s += self._router.busy_s() - busy_s
 
-    def step(self, *, waited_s: float, trained_tokens: int) -> Metrics:
-        """The numbers since the last call. `waited_s` is how long the trainer had no batch."""
+    @contextmanager
+    def trainer(self, cause: Literal["step", "sync", "checkpoint"], *, blocks: bool = False) -> Iterator[None]:
+        """The trainer is at this; `blocks`: in this process, so that nothing else in it goes on."""
+        began_s = now_s()
+        for engine in self._engines if blocks else ():
+            engine.blocked(True)
+        try:
+            yield
+        finally:
+            for engine in self._engines if blocks else ():
+                engine.blocked(False)
+            self._trainer_s[cause] += now_s() - began_s
+
+    def step(self, *, waited_s: float, trained_tokens: int, trained: Mapping[str, float] | None = None) -> Metrics:
+        """The numbers since the last call. `waited_s` is how long the trainer had no batch, `trained` what its step measured."""
         now, busy_s = now_s(), self._router.busy_s() - self._aside_busy_s
         whole_s = max(now - self._at_s, 1e-9)
         period_s = max(whole_s - self._aside_s, 1e-9)
@@ -68,6 +97,24 @@ class Meter:
         taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))  # rounding may leave −1e-16
         taken.last("rollout/tokens_per_s/last", tokens / whole_s)
         taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
+        self._account_engines(taken, whole_s=whole_s)
+        self._account_trainer(taken, whole_s=whole_s, waited_s=waited_s, trained=trained or {})
         self._at_s, self._busy_s = now, busy_s + self._aside_busy_s
         self._aside_s = self._aside_busy_s = 0.0
+        self._trainer_s.clear()
         return taken
+
+    def _account_engines(self, metrics: Metrics, *, whole_s: float) -> None:
+        for engine in self._engines:
+            metrics.sum("engine/whole_s/sum", whole_s)
+            for name, value in dataclasses.asdict(engine.take()).items():
+                metrics.sum(f"engine/{name}/sum", value)
+
+    def _account_trainer(self, metrics: Metrics, *, whole_s: float, waited_s: float, trained: Mapping[str, float]) -> None:
+        spent = {phase: trained.get(f"train/{phase}_s/sum", 0.0) for phase in TRAINER_PHASES}
+        spent |= {"data": waited_s, "sync": self._trainer_s["sync"], "checkpoint": self._trainer_s["checkpoint"],
+                  "evaluation": self._aside_s}
+        spent["other"] = whole_s - sum(spent.values())
+        metrics.sum("trainer/whole_s/sum", whole_s)
+        for cause, seconds in spent.items():
+            metrics.sum(f"trainer/{cause}_s/sum", seconds)

@@ -21,6 +21,7 @@ from asyncrl.observe.jsonl import JsonlWriter, cut_jsonl, iterate_jsonl, rollout
 from asyncrl.observe.plots import plot_reward
 from asyncrl.observe.summary import SUMMARY_METRICS, edge_rewards, largest_of, last_line, mean_of, reward_curve, total_of
 from asyncrl.observe.wandb_writer import WandbWriter
+from asyncrl.observe.waterfall import write_waterfall
 from asyncrl.paths import claim
 from asyncrl.rollout.evaluation import Evaluation
 from asyncrl.rollout.task_config import KeepBest, SetsEval
@@ -133,7 +134,7 @@ class RunFolder:
             self._console.note(f"the best evaluation so far: its weights are kept in {self._best.path}")
 
     def summarise(self, account: Account) -> dict[str, Any]:
-        """Write summary.json and reward.png, given the ledger at the end. Returns the summary."""
+        """Write summary.json, reward.png and the waterfall, given the ledger at the end. Returns the summary."""
         self.path.mkdir(parents=True, exist_ok=True)
         rows = self._steps()
         summary = self._summary(account, rows=rows) | ({"ended_early": self._ended_early} if self._ended_early else {})
@@ -141,6 +142,7 @@ class RunFolder:
         steps, rewards = reward_curve(rows)
         evaluations = {step: reward for step, reward in self._evaluations.items() if reward is not None}
         plot_reward(self.path / "reward.png", steps=steps, rewards=rewards, evaluations=evaluations, title=self._config.run.name)
+        write_waterfall(self.path, title=self._config.run.name)
         self._console.end(last_line(summary, place=str(self.path)))
         return summary
 

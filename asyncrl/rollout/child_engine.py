@@ -1,7 +1,7 @@
 """The controller's side of an engine that lives in a child process; needs neither torch nor an engine's own packages.
 
-    chunks            a stream that never ends: {version, rows: [[key, count, kv_fresh, finish, error, has kept sets, expert
-                      rows]]} with tokens, logprobs and, where some were wanted, records
+    chunks            a stream that never ends: {version, passes: [prefill s, decode s] or nothing, rows: [[key, count, kv_fresh, finish,
+                      error, has kept sets, expert rows]]} with tokens, logprobs and, where some were wanted, records
     requests          {new: [[key, prompt tokens, budget, temperature, stop, truncation, wanted]], cancelled: [key]} with all prompts in a
                       row; a truncation is [top_p, top_k or 0, min_p], wanted is [kept sets, routed experts]
     hold              {} → {running: [key]}; starts no more requests until resume
@@ -26,7 +26,7 @@ from asyncrl.child import Child
 from asyncrl.errors import AbortNotHonoured, ChildDied, EngineError
 from asyncrl.paths import RunPaths
 from asyncrl.rollout.chunk_stream import records_of
-from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption, Slept, require_sleep
+from asyncrl.rollout.engine import Ack, Capabilities, Chunk, GenerationRequest, Health, Interruption, Passes, Slept, require_sleep
 from asyncrl.rollout.mailbox import Mailbox
 from asyncrl.rollout.model_files import ModelFacts, budget_tokens, refuse_unservable
 from asyncrl.types import Status
@@ -168,6 +168,7 @@ class ChildEngine:
 
     def _accept(self, reply: Reply) -> None:
         version, rows, start = reply.body["version"], reply.body["rows"], 0
+        passes = Passes(*reply.body["passes"]) if reply.body.get("passes") else None
         for (key, count, kv_fresh, finish, error, *_), records in zip(rows, records_of(rows, reply.arrays), strict=True):
             end = start + count
             mailbox = self._open.pop(key, None) if finish else self._open.get(key)
@@ -175,7 +176,9 @@ class ChildEngine:
                 mailbox.fail(EngineError(error))
             elif mailbox is not None:
                 mailbox.put(Chunk(tokens=reply.arrays["tokens"][start:end], logprobs=reply.arrays["logprobs"][start:end],
-                                  policy_version=version, kv_fresh=kv_fresh, finish=Status(finish) if finish else None, records=records))
+                                  policy_version=version, kv_fresh=kv_fresh, finish=Status(finish) if finish else None, records=records,
+                                  passes=passes))
+                passes = None
             start = end
 
     async def _watch(self, work: Coroutine[None, None, None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -41,8 +41,9 @@ class ChunkStream:
         """The controller asked for the stream with this request; it does so before it sends work."""
         self._stream_id = request_id
 
-    def send(self, emissions: Iterable[Emission], *, version: int | None) -> None:
-        """One message with everything given; none when that is nothing. All tokens are of `version`."""
+    def send(self, emissions: Iterable[Emission], *, version: int | None, passes: Callable[[], tuple[float, float]] | None = None) -> None:
+        """One message with everything given; none when that is nothing. All tokens are of `version`; `passes` gives seconds of the engine's
+        forward passes since it was last asked, as in `engine.Passes`."""
         emissions = list(emissions)
         if not emissions:
             return
@@ -56,7 +57,7 @@ class ChunkStream:
         experts = [emission.records.experts for emission in emissions if emission.records.experts is not None]
         arrays |= {"experts": np.concatenate(experts)} if experts else {}
         self.messages += 1
-        self._channel.reply(self._stream_id, {"version": version, "rows": rows}, arrays=arrays, last=False)
+        self._channel.reply(self._stream_id, {"version": version, "rows": rows, "passes": passes() if passes else None}, arrays=arrays, last=False)
 
 
 def records_of(rows: Iterable[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenRecords]:

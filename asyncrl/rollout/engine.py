@@ -91,6 +91,16 @@ class GenerationRequest:
     rows a matrix product has may change its last bits. None: with whatever waits."""
     wanted: Wanted = NOTHING_WANTED
     """What is to be recorded; of an engine that can."""
+    is_resubmitted: bool = False
+    """`tokens` ends with what was written before an interruption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of an engine's forward passes since it last told of them; one that reads and writes is shared by its tokens."""
+
+    prefill_s: float
+    decode_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +116,8 @@ class Chunk:
     records: TokenRecords = NOTHING
     """What was wanted: the n kept sets; the experts of each token that newly passed through the model, of which the last is the one
     before the last of `tokens`. Those of a part of the prompt whose keys were cached may be missing."""
+    passes: Passes | None = None
+    """Of the whole engine, for whatever request, told with one chunk; None where the engine does not measure them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,16 +104,18 @@ class Session:
         finish: Status | None = None
         while finish in (None, Status.INTERRUPTED):
             left = budget - (len(builder) - start)
-            finish = await self._stream(builder, dataclasses.replace(sampling, max_new_tokens=left)) if left > 0 else Status.LENGTH
+            finish = Status.LENGTH if left <= 0 else await self._stream(
+                builder, dataclasses.replace(sampling, max_new_tokens=left), is_resubmitted=finish is Status.INTERRUPTED)
         self._turn += 1
         written = builder.build()
         return Turn(written.tokens[start:], written.rollout_logprobs[start:], finish or Status.LENGTH)
 
-    async def _stream(self, builder: SequenceBuilder, sampling: Sampling) -> Status:
+    async def _stream(self, builder: SequenceBuilder, sampling: Sampling, *, is_resubmitted: bool) -> Status:
         request_id = ".".join(map(str, (*self.key, self._requests)))
         wave = {"any": None, "group": str(self.key[0]), "own": request_id}[self._waves]
         request = GenerationRequest(request_id=request_id, tokens=builder.tokens, sampling=sampling,
-                                    seed=derive_seed(self._seed, self._requests), wave=wave, wanted=self._wanted)
+                                    seed=derive_seed(self._seed, self._requests), wave=wave, wanted=self._wanted,
+                                    is_resubmitted=is_resubmitted)
         self._requests += 1
         written = 0
         try:

@@ -32,7 +32,7 @@ from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.chunk_stream import Emission
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.pending_records import PendingRecords
-from asyncrl.rollout.transformers_scheduler import replace_scheduler
+from asyncrl.rollout.transformers_scheduler import Scheduler, replace_scheduler
 from asyncrl.rollout.truncation import WHOLE, Truncation, ids_of
 from asyncrl.rollout.truncation import Limits as TruncationLimits
 from asyncrl.types import Status
@@ -187,6 +187,12 @@ class Sampler:
         cache = self._batches().cache.cache_tensor
         cache.untyped_storage().resize_(self._cache_bytes)
         cache.zero_()  # as it was at first: what padding reads is multiplied by 0, and must be finite
+
+    def take_passes_s(self) -> tuple[float, float]:
+        """Seconds of prefill and of decode since the last call."""
+        scheduler = self._batches().scheduler
+        assert isinstance(scheduler, Scheduler)
+        return scheduler.take_passes_s()
 
     @property
     def running_requests(self) -> int:

@@ -22,6 +22,9 @@ class Scheduler(FIFOScheduler):
     """Transformers' own, in which a cancelled request lets waiting ones in as a finished one does."""
 
     _still_since_s: float | None = None
+    _began_s: float | None = None
+    _read_frac = 0.0
+    _passes_s = (0.0, 0.0)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         """Give up what was cancelled; the room is for whoever waits."""
@@ -32,7 +35,9 @@ class Scheduler(FIFOScheduler):
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[FutureRequestState] | None, bool, int, int]:
         """The next batch. Raises EngineError when there has been none for `STANDSTILL_S` though requests are there."""
+        self._pass_ended()
         batch = super().schedule_batch(token_budget, cache_budget)
+        self._pass_begins(batch[0] or [])
         if batch[0] != []:
             self._still_since_s = None
             return batch
@@ -42,6 +47,23 @@ class Scheduler(FIFOScheduler):
                               f"taken for {STANDSTILL_S:g} s; {self.cache.compute_free_capacity():.0%} of the cache is free, new requests "
                               f"are {'kept out' if self.block_new_requests else 'let in'}")
         return batch
+
+    def take_passes_s(self) -> tuple[float, float]:
+        """Seconds of prefill and of decode since the last call, from one batch to the next; a batch of both is shared by its tokens."""
+        taken, self._passes_s = self._passes_s, (0.0, 0.0)
+        return taken
+
+    def _pass_begins(self, batch: list[FutureRequestState]) -> None:
+        tokens = sum(request.query_length for request in batch)
+        if tokens:
+            written = sum(request.query_length for request in batch if request.state.generated_tokens)
+            self._began_s, self._read_frac = time.monotonic(), 1.0 - written / tokens
+
+    def _pass_ended(self) -> None:
+        if self._began_s is not None:
+            took_s, self._began_s = time.monotonic() - self._began_s, None
+            prefill_s, decode_s = self._passes_s
+            self._passes_s = prefill_s + took_s * self._read_frac, decode_s + took_s * (1.0 - self._read_frac)
 
 
 def replace_scheduler(processor: ContinuousBatchProcessor) -> None:

@@ -27,6 +27,7 @@ from asyncrl.correction.spec import Correction
 from asyncrl.correction.weights import weigh
 from asyncrl.train.loss_config import GEPO, M2PO, LossConfig
 from asyncrl.train.model import ForwardInputs, Policy
+from asyncrl.train.phases import Phases
 from asyncrl.train.reference import Pull
 
 ROWS = 6
@@ -80,7 +81,8 @@ def at_update(applied: int, *, corrected: Corrected | None, tokens: CorrectionBa
     return dataclasses.replace(corrected, alpha=alpha)
 
 
-def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, over: Shares) -> Tensor:
+def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings: LossConfig, over: Shares,
+             phases: Phases) -> Tensor:
     """Add the gradient of a micro-batch of P predictions; [ROWS, P] of what they were, detached.
 
     Args:
@@ -89,6 +91,7 @@ def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings:
         frozen: of the whole batch.
         settings: which loss, its arguments, how it is aggregated.
         over: of the update.
+        phases: told of forward and backward; where the loss is token-local the forward has the output layer's gradient in it.
     """
     rows = torch.zeros(ROWS, len(inputs.places), device=inputs.places.device)
     factors = _factors(inputs, frozen=frozen, settings=settings, denominators=over.denominators) * over.world_size
@@ -110,10 +113,14 @@ def backward(policy: Policy, *, inputs: ForwardInputs, frozen: Frozen, settings:
         return (total * factors[chosen]).sum() * fit
 
     if settings.is_token_local:
-        policy(inputs, objective)[2].backward()
+        with phases.of("forward"):
+            total = policy(inputs, objective)[2]
     else:
-        logprobs, entropy, _ = policy(inputs)
-        objective(logprobs, entropy, slice(None), cu_targets=inputs.cu_targets).backward()
+        with phases.of("forward"):
+            logprobs, entropy, _ = policy(inputs)
+            total = objective(logprobs, entropy, slice(None), cu_targets=inputs.cu_targets)
+    with phases.of("backward"):
+        total.backward()
     return rows
 
 

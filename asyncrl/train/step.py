@@ -31,10 +31,12 @@ from asyncrl.train.critic_update import Learnt, Targets, train_critic
 from asyncrl.train.minibatch import Minibatch, minibatches_of, packing_metrics
 from asyncrl.train.optim import Update
 from asyncrl.train.passes import Scores, score
+from asyncrl.train.phases import Phases
 from asyncrl.train.policy_update import ROWS, Frozen, Shares, at_update, backward, found_in
 from asyncrl.train.record_metrics import record_metrics
 from asyncrl.train.reference import Pull, penalties, reference_metrics
 from asyncrl.train.trainee import Trainee
+from asyncrl.train.work import work_metrics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,23 +79,26 @@ def train_step(trainee: Trainee, batch: PackedBatch) -> StepOutcome:
     tokens = _tokens(batch, device=trainee.ranks.device)
     tokens.check()
     minibatches = minibatches_of(trainee, batch)
-    scores = score(trainee, minibatches)
+    phases = Phases(trainee.ranks.device)
+    with phases.of("forward"):
+        scores = score(trainee, minibatches)
     if not scores.is_finite:
         return StepOutcome(metrics=Metrics(), skipped=True, nonfinite=True, trained_tokens=0)
     lost = penalties(trainee.config.reference, proximal_logprobs=scores.proximal_logprobs, ref_logprobs=scores.ref_logprobs,
                      loss_mask=batch.loss_mask)
     values = None if scores.values is None else scores.values.cpu().numpy()
     earned = earn(trainee.config.advantages, batch, values=values, penalties=lost)
-    learnt = _train_critic(trainee, minibatches, scores=scores, earned=earned, tokens=tokens)
+    with phases.of("critic"):
+        learnt = _train_critic(trainee, minibatches, scores=scores, earned=earned, tokens=tokens)
     if is_warm_up(trainee.config.advantages, version=batch.version):
         outcome = StepOutcome(metrics=Metrics(), skipped=learnt.applied == 0, nonfinite=False, trained_tokens=0)
     else:
         tokens = dataclasses.replace(tokens, advantages=torch.from_numpy(earned.advantages).to(trainee.ranks.device))
         frozen = _freeze(trainee.config, batch, tokens=tokens, scores=scores)
-        outcome = _train_policy(trainee, minibatches, frozen=frozen, scores=scores)
+        outcome = _train_policy(trainee, minibatches, frozen=frozen, scores=scores, phases=phases)
     metrics = outcome.metrics
     for more in (learnt.metrics, shaping_metrics(trainee.config.advantages, batch, penalties=lost), packing_metrics(minibatches),
-                 record_metrics(trainee, batch)):
+                 record_metrics(trainee, batch), phases.metrics(), work_metrics(trainee, minibatches)):
         metrics.merge(more)
     metrics.last("train/learning_rate/last", trainee.config.trainer.learning_rate_at(batch.version))
     metrics.last("train/step_s/last", time.perf_counter() - began_s)
@@ -109,10 +114,11 @@ def _train_critic(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, score
     return train_critic(trainee.critic, minibatches, targets=targets, ranks=trainee.ranks, version=tokens.version)
 
 
-def _train_policy(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen, scores: Scores) -> StepOutcome:
+def _train_policy(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen, scores: Scores,
+                  phases: Phases) -> StepOutcome:
     if frozen.corrected is not None:
         minibatches = tuple(minibatch.counting(frozen.corrected, tokens=frozen.tokens) for minibatch in minibatches)
-    traces = _updates(trainee, minibatches, frozen=frozen)
+    traces = _updates(trainee, minibatches, frozen=frozen, phases=phases)
     applied = [update for update in traces.updates if update.skipped is None]
     nonfinite = any(update.skipped == "nonfinite" for update in traces.updates)
     metrics = Metrics()
@@ -177,7 +183,7 @@ def _has_proximal(config: TrainConfig) -> bool:
     return config.has_proximal_pass or config.trainer.updates_per_step == 1
 
 
-def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen) -> Traces:
+def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Frozen, phases: Phases) -> Traces:
     tokens, settings = frozen.tokens, trainee.config.trainer
     rows = tokens.rollout_logprobs.new_zeros(ROWS, len(tokens.loss_mask))
     updates: list[Update] = []
@@ -189,9 +195,10 @@ def _updates(trainee: Trainee, minibatches: tuple[Minibatch, ...], *, frozen: Fr
             now = dataclasses.replace(frozen, corrected=then)
             for inputs in minibatch.microbatches():
                 rows[:, inputs.places] = backward(trainee.policy, inputs=inputs, frozen=now, settings=trainee.config.loss,
-                                                  over=Shares(minibatch.denominators, trainee.ranks.world_size))
+                                                  over=Shares(minibatch.denominators, trainee.ranks.world_size), phases=phases)
             scale = trainee.rate_scale.of_update(rows[0], inputs=minibatch.inputs, rollout_logprobs=tokens.rollout_logprobs)
-            updates.append(trainee.optimizer.update(version=tokens.version, scale=scale))
+            with phases.of("optimizer"):
+                updates.append(trainee.optimizer.update(version=tokens.version, scale=scale))
     return Traces(*trainee.ranks.sum(rows), updates=updates)
 
 
