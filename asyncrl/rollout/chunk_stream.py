@@ -57,7 +57,8 @@ class ChunkStream:
         experts = [emission.records.experts for emission in emissions if emission.records.experts is not None]
         arrays |= {"experts": np.concatenate(experts)} if experts else {}
         self.messages += 1
-        self._channel.reply(self._stream_id, {"version": version, "rows": rows, "passes": passes() if passes else None}, arrays=arrays, last=False)
+        body = {"version": version, "rows": rows, "passes": passes() if passes else None}
+        self._channel.reply(self._stream_id, body, arrays=arrays, last=False)
 
 
 def records_of(rows: Iterable[Sequence[Any]], arrays: Mapping[str, NDArray[Any]]) -> Iterator[TokenRecords]:

@@ -159,4 +159,4 @@ class _Child:
                 "peak_memory_bytes": peak_memory_bytes()}
 
     def _emit(self, emissions: list[Emission]) -> None:
-        self._stream.send(emissions, version=self._receiver.version, passes=self.sampler.take_passes_s)
+        self._stream.send(emissions, version=self._receiver.version, passes=lambda: self.sampler.take_passes_s())
