@@ -87,16 +87,13 @@ def write_waterfall(folder: Path, *, title: str) -> Waterfall | None:
     return found
 
 
-def text_of_waterfall(waterfall: Waterfall, *, predicted: Mapping[str, Mapping[str, float]] | None = None) -> str:
-    """A table for people: each cause, its share, a bar, and beside it what was predicted, where something was."""
+def text_of_waterfall(waterfall: Waterfall) -> str:
+    """A table for people: each cause, its share, a bar, what it means."""
     lines = [f"{waterfall.steps} steps in {waterfall.seconds:.1f} s, {waterfall.step_s:.3f} s a step; "
              f"{waterfall.engine_s:.1f} engine-seconds"]
-    for title, side, shares in (("engines", "engine", waterfall.engine), ("trainer", "trainer", waterfall.trainer)):
-        expected = (predicted or {}).get(side, {})
-        lines.append(f"\n{title:12}{'share':>8}{'predicted':>11}" if expected else f"\n{title:12}{'share':>8}")
-        for cause, share in shares.items():
-            beside = f"{expected[cause]:>11.1%}" if cause in expected else " " * 11 if expected else ""
-            lines.append(f"  {cause:10}{share:>8.1%}{beside}  {'█' * round(share * _BAR):{_BAR}}  {MEANING[cause]}".rstrip())
+    for title, shares in (("engines", waterfall.engine), ("trainer", waterfall.trainer)):
+        lines.append(f"\n{title:12}{'share':>8}")
+        lines += [f"  {cause:10}{share:>8.1%}  {'█' * round(share * _BAR):{_BAR}}  {MEANING[cause]}" for cause, share in shares.items()]
         lines.append(f"  {'sum':10}{sum(shares.values()):>8.1%}")
     if waterfall.mfu is not None and waterfall.mfu_computing is not None and waterfall.peak_flop_s is not None:
         lines.append(f"\nMFU of the trainer {waterfall.mfu:.1%}, while it computes {waterfall.mfu_computing:.1%}, "

@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from asyncrl.clock import now_s
@@ -123,46 +123,40 @@ class TimedEngine:
 
     async def pause(self, kind: Interruption) -> None:
         """See `Engine.pause`. Until it returns the engine works."""
-        try:
+        with self._failing():
             await self._engine.pause(kind)
-        except BaseException:
-            self._fails()
-            raise
         self._charge()
         self._is_paused = True
 
     async def fetch(self, manifest: Manifest) -> None:
         """See `Engine.fetch`."""
-        await self._engine.fetch(manifest)
+        with self._failing():
+            await self._engine.fetch(manifest)
 
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""
-        try:
+        with self._failing():
             ack = await self._engine.apply(manifest)
-        except BaseException:
-            self._fails()
-            raise
         if self.capabilities.in_place_recompute:
             self._count("reprefill", ack.recomputed_tokens)
         return ack
 
     async def resume(self) -> None:
         """See `Engine.resume`. From here on the engine works, whatever it did before."""
-        try:
+        with self._failing():
             await self._engine.resume()
-        except BaseException:
-            self._fails()
-            raise
         self._charge()
         self._is_paused = self._is_down = False
 
     async def sleep(self) -> Slept:
         """See `Engine.sleep`."""
-        return await self._engine.sleep()
+        with self._failing():
+            return await self._engine.sleep()
 
     async def wake(self) -> None:
         """See `Engine.wake`."""
-        await self._engine.wake()
+        with self._failing():
+            await self._engine.wake()
 
     async def health(self) -> Health:
         """See `Engine.health`."""
@@ -172,6 +166,15 @@ class TimedEngine:
         """See `Engine.close`."""
         self._fails()
         await self._engine.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Who asks gives an engine up that raises, or that is no longer waited for."""
+        try:
+            yield
+        except BaseException:
+            self._fails()
+            raise
 
     def _fails(self) -> None:
         self._charge()
