@@ -1,14 +1,14 @@
-"""The run: four coroutines round one buffer. Data goes one way round.
+"""The run: five coroutines round one buffer. Data goes one way round.
 
     PromptSource ──▶ feed ──▶ roll_out ──▶ ReplayBuffer ──▶ step ──▶ WeightSync ──▶ engines
                        ▲                                                 │
                        └───────────── slots freed by acknowledgements ◀──┘
 
-feed      consumes prompts, produces admitted slots; waits for a free slot; unblocked by drops and by engines that
-          acknowledge a version.
+feed      consumes prompts, produces admitted slots; waits for a free slot; unblocked by drops and by acknowledgements.
 roll_out  consumes slots, produces finished rollouts; waits for slots; unblocked by feed.
 step      consumes one batch, produces one policy version; waits for whole groups; unblocked by roll_out.
 sync      consumes published versions, produces acknowledgements; waits for a version; unblocked by step.
+heal      consumes engines that failed or come late, produces acknowledgements; waits for a fence; unblocked by any failure.
 
 A failure in any of them reaches whoever waits: nothing waits in silence.
 """
@@ -16,12 +16,13 @@ A failure in any of them reaches whoever waits: nothing waits in silence.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import shutil
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.accounting import Account, Ledger
 from asyncrl.buffer.recorder import BatchRecord, MemoryRecorder
@@ -30,6 +31,7 @@ from asyncrl.buffer.view import Slot
 from asyncrl.clock import now_s
 from asyncrl.colocation import Turns
 from asyncrl.errors import AsyncRLError, ConfigError, RunAborted, RunStopped, note_others
+from asyncrl.failures import Failures
 from asyncrl.meter import Meter
 from asyncrl.observer import AsideRollouts, Observer
 from asyncrl.parts import check_parts
@@ -51,9 +53,7 @@ from asyncrl.sync import WeightSync
 from asyncrl.tokenizer import Tokenizer
 from asyncrl.train.checkpoint_store import checkpoint_folder
 from asyncrl.train.trainer import StepResult, Trainer
-from asyncrl.types import Prompt, Rollout
-
-T = TypeVar("T")
+from asyncrl.types import NOT_SAMPLED, Prompt, Rollout
 
 _MAX_SKIPS_IN_A_ROW = 1000
 
@@ -73,14 +73,14 @@ class Run:
         self.prompts, self.sampling, self.buffer, self.trainer = prompts, sampling, buffer, trainer
         self.env: Env = joined(env, own=own_envs(self.options.eval_sets))
         self.engines: tuple[Engine, ...] = tuple(engine) if isinstance(engine, Sequence) else (engine,)
-        check_parts(self.options, prompts=prompts, engines=self.engines, env=env, sampling=sampling, buffer=buffer.config,
-                    training=trainer.config)
+        self._check = functools.partial(check_parts, self.options, prompts=prompts, env=env, sampling=sampling, buffer=buffer.config,
+                                        training=trainer.config)
+        self._check(engines=self.engines)
         self.ledger = Ledger()
         self.recorder = MemoryRecorder()
         self._attach(version=0)
         self._timed = [TimedEngine(engine) for engine in self.engines]
-        self.router = Router(self._timed, drain_timeout_s=self.options.weights.drain_timeout_s,
-                             apply_timeout_s=self.options.weights.apply_timeout_s)
+        self.router = Router(self._timed, config=self.options.weights)
         self.weights = WeightSync(trainer, self.router, buffer, self.options.weights)
         self.turns = Turns(self.options.colocation, router=self.router, trainer=trainer, weights=self.weights)
         self.index = 0
@@ -90,17 +90,16 @@ class Run:
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._entered = self._open = False
-        self._unreported: BaseException | None = None
         self._probed: tuple[int, list[Rollout]] | None = None
         self.paths: RunPaths
-        self._failure: asyncio.Future[BaseException]
+        self._failures: Failures
         self._stream: Iterator[Prompt]
 
     async def __aenter__(self) -> Run:
         if self._entered:
             raise RuntimeError("a Run is entered once; make another one")
         self._entered = True
-        self._failure = asyncio.get_running_loop().create_future()
+        self._failures = Failures(tell=self.buffer.fail)
         self.paths = RunPaths(root=Path(self.options.folder) / self.options.name, shared=make_shared_folder(),
                               transport=self.options.weights.transport.model_dump())
         try:
@@ -125,8 +124,8 @@ class Run:
             failures.append(failure)
         finally:
             failures += await self._stop()
-        if self._unreported is not None:
-            failures.insert(0, self._unreported)
+        if self._failures.unreported is not None:
+            failures.insert(0, self._failures.unreported)
         if error is not None:
             note_others(error, failures)
         elif failures:
@@ -145,8 +144,7 @@ class Run:
 
     def stop(self) -> None:
         """Begin no further step. The one under way goes on to its end; whoever waits for a batch, evaluation or probe gets RunStopped."""
-        if not self._failure.done():
-            self._failure.set_result(RunStopped("the run was told to stop"))
+        self._failures.end(RunStopped("the run was told to stop"))
 
     async def feed(self) -> None:
         """Admit prompts. Waits for a free slot; unblocked by drops and acknowledgements; ends with the data."""
@@ -176,18 +174,18 @@ class Run:
     async def step(self) -> StepReport | None:
         """Train on the next batch and publish. Waits for whole groups; unblocked by roll_out. None when the data has ended.
 
-        The first call starts the other three coroutines. Raises the first failure of any of them.
+        The first call starts the other four coroutines. Raises the first failure of any of them.
         """
         self._produce()
         await self._probe_when_due()
         began_s = now_s()
-        batch = await self._or_failure(self.buffer.take())
+        batch = await self._failures.or_result(self.buffer.take())
         if batch is None:
             await self._judge_probe()
             return None
         waited_s = now_s() - began_s
         with self._meter.trainer("sync"):
-            await self._or_failure(self.turns.to_trainer())
+            await self._failures.or_result(self.turns.to_trainer())
         await self._judge_probe()
         self.recorder.batch_recorded(BatchRecord.of(batch, seed=self.options.seed, learning_rate=self.trainer.learning_rate))
         with self._meter.trainer("step", blocks=not self.trainer.config.trainer.processes):
@@ -213,6 +211,18 @@ class Run:
             for key, sequences in self.worker.partial():
                 self.recorder.partial(key, sequences)
 
+    async def add_engine(self, engine: Engine) -> None:
+        """Start one more engine, which serves once it has acknowledged the newest version. Raises ConfigError, or what its start does."""
+        self._require_open()
+        self.weights.require_late_joiners()
+        self._check(engines=(*self.engines, engine))
+        await engine.start(self.paths)
+        self.engines = (*self.engines, engine)
+        self.buffer.add_engine(engine.name, NOT_SAMPLED)
+        timed = TimedEngine(engine)
+        self._meter.joined(timed)
+        self.router.add(timed)
+
     async def evaluate(self) -> Evaluation:
         """Rewards and pass@k on `options.eval_sets`. Waits until the engines hold the newest version; unblocked by sync.
 
@@ -220,7 +230,7 @@ class Run:
         """
         self._require_open()
         with self._meter.aside():
-            return await self._or_failure(self.observer.evaluate())
+            return await self._failures.or_result(self.observer.evaluate())
 
     @property
     def is_between_steps(self) -> bool:
@@ -326,11 +336,12 @@ class Run:
         return [failure for failure in closed if failure is not None]
 
     def _produce(self) -> None:
-        """Start feed, roll_out and sync, unless they run."""
+        """Start feed, roll_out, sync and heal, unless they run."""
         self._require_open()
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._supervised(part), name=name)
-                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.sync()))]
+            self._tasks = [asyncio.create_task(self._failures.watched(part), name=name)
+                           for name, part in (("feed", self.feed()), ("roll_out", self.roll_out()), ("sync", self.sync()),
+                                             ("heal", self.weights.healing.run(self.paths)))]
 
     def _require_open(self) -> None:
         if not self._open:
@@ -346,7 +357,7 @@ class Run:
         if not self.observer.probe_is_due(self.index) or self.weights.published_version != self.trainer.version:
             return
         with self._meter.aside():
-            self._probed = await self._or_failure(self.observer.roll_out_probe(self.index))
+            self._probed = await self._failures.or_result(self.observer.roll_out_probe(self.index))
         if not self.turns.taken:
             await self._judge_probe()
 
@@ -365,31 +376,3 @@ class Run:
             metrics.merge(part)
         found = metrics.result()
         return found | self._meter.split(found)
-
-    async def _supervised(self, part: Coroutine[Any, Any, None]) -> None:
-        try:
-            await part
-        except Exception as error:
-            cause = first_failure(error)
-            self.buffer.fail(cause)
-            if not self._failure.done():
-                self._failure.set_result(cause)
-                self._unreported = cause
-
-    async def _or_failure(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, or the first failure of any coroutine, whichever comes first. Cancelled, it leaves nothing running."""
-        task = asyncio.ensure_future(work)
-        try:
-            if self._failure.done():
-                raise self._failure.result()
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise self._failure.result()
-            return task.result()
-        except Exception as error:
-            if error is self._unreported:
-                self._unreported = None
-            raise
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)

@@ -23,7 +23,7 @@ class Meter:
     """Collects while rollouts finish; `step` closes one interval and gives its numbers."""
 
     def __init__(self, router: Router, engines: Sequence[TimedEngine] = ()) -> None:
-        self._router, self._engines = router, engines
+        self._router, self._engines = router, list(engines)
         self._metrics = Metrics()
         self._at_s = now_s()
         self._busy_s = router.busy_s()
@@ -32,6 +32,11 @@ class Meter:
         self._mismatch: float | None = None
         for engine in engines:
             engine.begin()
+
+    def joined(self, engine: TimedEngine) -> None:
+        """Its account begins now."""
+        engine.begin()
+        self._engines.append(engine)
 
     def scored(self, rollout: Rollout) -> None:
         """A rollout is finished, whatever becomes of it."""
@@ -97,18 +102,14 @@ class Meter:
         taken.last("engine/wait_frac/last", max(0.0, 1.0 - (busy_s - self._busy_s) / period_s))  # rounding may leave −1e-16
         taken.last("rollout/tokens_per_s/last", tokens / whole_s)
         taken.last("train/tokens_per_s/last", trained_tokens / max(period_s - waited_s, 1e-9))
-        self._account_engines(taken, whole_s=whole_s)
+        for engine in self._engines:
+            for name, value in dataclasses.asdict(engine.take()).items():
+                taken.sum(f"engine/{name}/sum", value)
         self._account_trainer(taken, whole_s=whole_s, waited_s=waited_s, trained=trained or {})
         self._at_s, self._busy_s = now, busy_s + self._aside_busy_s
         self._aside_s = self._aside_busy_s = 0.0
         self._trainer_s.clear()
         return taken
-
-    def _account_engines(self, metrics: Metrics, *, whole_s: float) -> None:
-        for engine in self._engines:
-            metrics.sum("engine/whole_s/sum", whole_s)
-            for name, value in dataclasses.asdict(engine.take()).items():
-                metrics.sum(f"engine/{name}/sum", value)
 
     def _account_trainer(self, metrics: Metrics, *, whole_s: float, waited_s: float, trained: Mapping[str, float]) -> None:
         spent = {phase: trained.get(f"train/{phase}_s/sum", 0.0) for phase in TRAINER_PHASES}

@@ -150,10 +150,10 @@ def check_push(weights: WeightsConfig, *, engines: Mapping[str, Capabilities], p
                           allowed="keep or recompute where versions are pushed",
                           remedy="Engines end their rollouts at different times, and those that come late are not waited for; set "
                                  "weights.transport=store, or another interruption.")
-    if 3 * transport.timeout_s > weights.apply_timeout_s:
-        raise ConfigError("weights.transport.timeout_s, weights.apply_timeout_s", value=(transport.timeout_s, weights.apply_timeout_s),
-                          allowed="a time-out of the transport that is at most a third of that of an update",
-                          remedy="Lower timeout_s, or raise apply_timeout_s: else engines are fenced that only wait for another one.")
+    if 3 * transport.timeout_s > weights.fetch_timeout_s:
+        raise ConfigError("weights.transport.timeout_s, weights.fetch_timeout_s", value=(transport.timeout_s, weights.fetch_timeout_s),
+                          allowed="a time-out of the transport that is at most a third of that of a fetch",
+                          remedy="Lower timeout_s, or raise fetch_timeout_s: else engines are fenced that only wait for another one.")
 
 
 def check_deterministic(buffer: BufferConfig, *, engines: Mapping[str, Capabilities], goes_by_rewards: bool) -> None:

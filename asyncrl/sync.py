@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
+from asyncrl.clock import now_s
+from asyncrl.errors import ConfigError
+from asyncrl.healing import Healing
 from asyncrl.metrics import Metrics
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.router import Router
@@ -15,9 +18,9 @@ from asyncrl.weights.manifest import Manifest
 
 
 class WeightSync:
-    """Publishes the trainer's weights and has every engine apply them, in order, one version at a time.
+    """Publishes the trainer's weights and has every engine fetch, then apply them, one version at a time, the newest next.
 
-    A slot of the buffer is freed only by the acknowledgements this class passes on.
+    A slot of the buffer is freed only by the acknowledgements that this class, or `healing`, passes on.
     """
 
     def __init__(self, trainer: Trainer, router: Router, buffer: ReplayBuffer, config: WeightsConfig) -> None:
@@ -26,9 +29,8 @@ class WeightSync:
         self._is_pushed = config.transport.kind == "nccl"
         self._pending: asyncio.Queue[Manifest] = asyncio.Queue()
         self._published = -1
-        self._applied = -1
-        self._moved = asyncio.Condition()
         self._metrics = Metrics()
+        self.healing = Healing(router, trainer, buffer, config)
 
     @property
     def published_version(self) -> int:
@@ -63,21 +65,38 @@ class WeightSync:
             applying.cancel()
 
     async def apply_next(self) -> None:
-        """Have every engine apply the next published version.
+        """Have every engine fetch and apply the next published version, or a newer one that was published meanwhile.
 
         Waits for: a published version; with `drain`, the end of running rollouts. Unblocks: admission, through acknowledgements.
         """
-        await self._apply(await self._pending.get())
+        manifest = await self._pending.get()
+        began_s = now_s()
+        while True:
+            for seconds in (await self._router.fetch(manifest)).values():
+                self._metrics.mean("weights/fetch_s/mean", seconds, count=1)
+            if self._pending.empty():
+                break
+            manifest = self._pending.get_nowait()
+        await self._apply(manifest, began_s=began_s)
 
     async def applied(self) -> int:
-        """Wait until the engines hold the newest published version; returns it."""
-        async with self._moved:
-            await self._moved.wait_for(lambda: self._applied == self._published)
-        return self._applied
+        """Wait until the engines that serve hold the newest published version, if any; returns it. Raises RunAborted when none can."""
+        if self._published < 0:
+            return self._published
+        await self._router.until(lambda: self._router.holds(self._published) or not self._router.has_hope)
+        self._router.require_hope()
+        return self._published
+
+    def require_late_joiners(self) -> None:
+        """Raise ConfigError where an engine that comes late can have no version."""
+        if self._is_pushed:
+            raise ConfigError("weights.transport.kind", value="nccl", allowed="store, for an engine that comes late",
+                              remedy="A version is pushed once. Take transport.kind=store, or begin with all engines.")
 
     def take_metrics(self) -> Metrics:
         """What was measured since the last call."""
         taken, self._metrics = self._metrics, Metrics()
+        taken.merge(self.healing.take_metrics())
         return taken
 
     def _measure_density(self, observed: float, *, predicted: float | None) -> None:
@@ -86,7 +105,7 @@ class WeightSync:
             self._metrics.mean("weights/density_predicted/mean", predicted, count=1)
             self._metrics.last("weights/density_ratio/last", density_ratio(observed, predicted=predicted))
 
-    async def _apply(self, manifest: Manifest) -> None:
+    async def _apply(self, manifest: Manifest, *, began_s: float) -> None:
         update = await self._router.update(manifest, self._interruption)
         for name, ack in update.acks.items():
             self._buffer.acknowledge(name, ack.version)
@@ -94,11 +113,10 @@ class WeightSync:
             self._metrics.sum("weights/recomputed_tokens/sum", ack.recomputed_tokens)
         for name in update.failed:
             self._buffer.fence(name)
-        self._metrics.mean("weights/sync_s/mean", update.seconds, count=1)
+        self.healing.updated(update.acks)
+        self._metrics.mean("weights/sync_s/mean", now_s() - began_s, count=1)
         if update.woken:
             self._metrics.last("colocation/wake_s/last", update.seconds)
         self._metrics.mean("weights/payload_bytes/mean", manifest.payload_bytes, count=1)
-        self._trainer.retain(manifest.version)
-        async with self._moved:
-            self._applied = manifest.version
-            self._moved.notify_all()
+        if not self.healing.reads_anchors:
+            self._trainer.retain(self._router.slowest)

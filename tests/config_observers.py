@@ -29,7 +29,7 @@ from asyncrl.paths import RunPaths
 from asyncrl.rollout import env, inline_wave, loaded_model
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.evaluation import Evaluation
-from asyncrl.rollout.fake_engine import FakeEngine, fake_manifest
+from asyncrl.rollout.fake_engine import FakeEngine
 from asyncrl.rollout.router import Router
 from asyncrl.step_report import StepReport
 from asyncrl.sync import WeightSync
@@ -264,25 +264,6 @@ def supervised_ranks(config: RunConfig, scene: Scene) -> object:
         story.append(behaviour)
         asyncio.run(main())
     return story
-
-
-def patience(config: RunConfig, scene: Scene) -> object:
-    """How long an engine that never pauses, and one that never applies, is waited for before it is fenced."""
-    scene.patch.setattr(env, "RewardPool", lambda functions, **settings: None)
-    limits = training.build(config, model=scene.model).router
-
-    async def main() -> object:
-        waits = []
-        for stuck, kind in (("pause", Interruption.DRAIN), ("pause", Interruption.KEEP), ("apply", Interruption.KEEP)):
-            engine, began_s = FakeEngine(), now_s()
-            setattr(engine, stuck, lambda *_: asyncio.sleep(1e9))
-            router = Router([engine], drain_timeout_s=limits.drain_timeout_s, apply_timeout_s=limits.apply_timeout_s)
-            with contextlib.suppress(RunAborted):
-                await router.update(fake_manifest(0), kind)
-            waits.append(now_s() - began_s)
-        return waits
-
-    return run_virtual(main())
 
 
 def updates(config: RunConfig, scene: Scene) -> object:

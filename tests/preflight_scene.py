@@ -322,7 +322,7 @@ CASES: dict[str, Spoil] = {
     "versions pushed to an engine in this process": lambda s: pushed(s, "engine", {"kind": "inline"}),
     "versions pushed to engines that sleep": lambda s: pushed(s, "colocation", TURNS),
     "versions pushed to engines that drain": lambda s: pushed(s, "weights.interruption", "drain"),
-    "a transport that waits longer than an update": lambda s: pushed(s, "weights.apply_timeout_s", 60.0),
+    "a transport that waits longer than a fetch": lambda s: pushed(s, "weights.fetch_timeout_s", 60.0),
     "adapters and frozen parameters": lambda s: (s.set("lora", LORA), s.set("trainer.frozen", ["embed"])),
     "adapters with dropout": lambda s: s.set("lora", LORA | {"dropout": 0.1}),
     "adapters of a pattern that cannot be read": lambda s: s.set("lora", LORA | {"targets": ["("]}),

@@ -16,6 +16,7 @@ from tests import algorithm_flips, lora_flips, optimizer_flips
 from tests import config_observers as see
 from tests import data_observers as see_data
 from tests import eval_observers as see_eval
+from tests import healing_observers as see_healing
 from tests import parallel_observers as see_parallel
 from tests import transport_observers as see_transport
 from tests import turns_observers as see_turns
@@ -165,7 +166,8 @@ FLIPS: dict[str, Flip] = {
         "max_nonfinite_steps": 2, "checkpoint_every_steps": 2, "record_batches_every_steps": 2,
         "max_restarts": 1, "step_timeout_s": 9.0, "start_timeout_s": 9.0}.items()},
     "weights.publish_every_steps": flip(2, see.parts), "weights.interruption": flip("recompute", see.updates),
-    "weights.drain_timeout_s": flip(5.0, see.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see.patience),
+    "weights.drain_timeout_s": flip(5.0, see_healing.patience, **DRAIN), "weights.apply_timeout_s": flip(5.0, see_healing.patience),
+    "weights.fetch_timeout_s": flip(5.0, see_healing.patience), "weights.engine_restarts": flip(1, see_healing.restarts),
     "weights.dtype": flip("float32", see.published), "weights.anchor_every_versions": flip(1, see.published),
     "weights.transport.kind": flip({"kind": "nccl"}, see_transport.stored),
     "weights.transport.store.root": flip("memory://elsewhere", see_transport.stored),

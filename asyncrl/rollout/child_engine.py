@@ -74,13 +74,14 @@ class ChildEngine:
         self._gone: ChildDied | None = None
 
     async def start(self, paths: RunPaths) -> None:
-        """Start the child and load the model. Paused, without a version, until an anchor is applied.
+        """Start the child, for the first time or after `close`, and load the model. Paused, without a version, until an anchor is applied.
 
         Raises ChildDied, TimeoutError, or the error that the child's set-up raised.
         """
         spec = {**self._launch.spec, "transport": TransportSpec.of(paths, engine=self.name).to_wire()}
         self._child = await Child.start(self._launch.module, name=self.name, spec=spec, logs=paths.logs, env=self._launch.env,
                                         start_timeout_s=_START_TIMEOUT_S)
+        self._gone, self._messages = None, 0
         self._tasks = [asyncio.create_task(self._watch(work)) for work in (self._receive(self._child), self._send(self._child))]
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -191,7 +192,8 @@ class ChildEngine:
         self._gone = self._gone or error
         for mailbox in self._open.values():
             mailbox.fail(ChildDied(str(self._gone)))
-        self._open.clear()
+        for unsent in (self._open, self._new, self._cancelled):
+            unsent.clear()
         self._progress.set()
 
     async def _until(self, predicate: Callable[[], bool]) -> None:

@@ -160,7 +160,7 @@ class Engine(Protocol):
     capabilities: Capabilities
 
     async def start(self, paths: RunPaths) -> None:
-        """Bring the engine up from its model folder; called once, before anything else. The first apply is an anchor."""
+        """Bring the engine up from its model folder, before anything else and again after `close`. The first apply is an anchor."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks in order, the last with `finish`. Closing the iterator cancels the request. Waits while paused.

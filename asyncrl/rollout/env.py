@@ -132,7 +132,7 @@ class Session:
         except ShapeError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         except ChildDied as error:
-            if not self._router.serving:
+            if not self._router.has_hope:
                 raise
             if sampling.stop and written:
                 raise EngineError(f"request {request.request_id}: its engine died, and another one would look for the stop strings "

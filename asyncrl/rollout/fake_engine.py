@@ -42,8 +42,18 @@ class Faults:
     """Text of the WeightSyncError that every fetch ends with."""
     apply_error: str = ""
     """Text of the WeightSyncError that every apply ends with; the version stays."""
+    apply_s: float = 0.0
+    """How long an apply takes."""
     wrong_hash: bool = False
     """The acknowledged state hash is off by one."""
+    resume_s: float = 0.0
+    """How long a resume takes."""
+    resume_error: str = ""
+    """Text of the EngineError that every resume ends with: it stays paused."""
+    dies_in: str = ""
+    """Name of a method, `fetch`, `pause`, `apply` or `resume`, that the engine dies in, at once."""
+    start_error: str = ""
+    """Text of the EngineError that every start ends with."""
     sleep_error: str = ""
     """Text of the EngineError that every sleep ends with."""
     wake_error: str = ""
@@ -70,11 +80,11 @@ class FakeEngine:
     """Keeps the engine contract on any event loop, virtual ones included.
 
     A request that starts at t has its n-th token at t + n · token_s, so a pause at t + (n + ½) · token_s lands right after token n.
-    `calls` records (method, argument) of every call.
+    `calls` records (method, argument) of every call. One that `catches_up` finds the deltas up to a newer base, as in a store.
     """
 
     def __init__(self, policy: Policy = counting_policy, *, name: str = "fake", token_s: float = 1.0, context_tokens: int = 4096,
-                 eos_tokens: frozenset[int] = frozenset(), in_place_recompute: bool = True) -> None:
+                 eos_tokens: frozenset[int] = frozenset(), in_place_recompute: bool = True, catches_up: bool = False) -> None:
         self.name = name
         self.capabilities = Capabilities(
             interruptions=frozenset(Interruption), in_place_recompute=in_place_recompute, per_request_seed=True,
@@ -84,6 +94,7 @@ class FakeEngine:
         self.calls: list[tuple[str, object]] = []
         self.version = NOT_SAMPLED
         self._policy, self._token_s, self._eos_tokens = policy, token_s, eos_tokens
+        self._catches_up = catches_up
         self._rows: dict[_Row, asyncio.Task[None]] = {}
         self._prefix_cache: dict[bytes, int] = {}
         self._paused: Interruption | None = Interruption.DRAIN
@@ -101,6 +112,10 @@ class FakeEngine:
     async def start(self, paths: RunPaths) -> None:
         """Nothing to load. Paused, without a version, until an anchor is applied."""
         self.calls.append(("start", paths))
+        if self.faults.start_error:
+            raise EngineError(self.faults.start_error)
+        self.version, self._paused, self._asleep, self._gone = NOT_SAMPLED, Interruption.DRAIN, False, ""
+        self._prefix_cache.clear()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`."""
@@ -121,8 +136,7 @@ class FakeEngine:
 
     async def pause(self, kind: Interruption) -> None:
         """See `Engine.pause`."""
-        self.calls.append(("pause", kind))
-        self._check_alive()
+        self._enter("pause", kind)
         self._paused_at_s = now_s()
         await asyncio.sleep(self.faults.pause_s)
         if self.faults.abort_ignored:
@@ -136,24 +150,23 @@ class FakeEngine:
 
     async def fetch(self, manifest: Manifest) -> None:
         """See `Engine.fetch`."""
-        self.calls.append(("fetch", manifest))
-        self._check_alive()
+        self._enter("fetch", manifest)
         await asyncio.sleep(self.faults.fetch_s)
         if self.faults.fetch_error:
             raise WeightSyncError(self.faults.fetch_error)
 
     async def apply(self, manifest: Manifest) -> Ack:
         """See `Engine.apply`."""
-        self.calls.append(("apply", manifest))
-        self._check_alive()
+        self._enter("apply", manifest)
         if self._paused is None:
             raise WeightSyncError(f"engine {self.name}: weights are applied only between pause and resume")
         if self._asleep:
             raise WeightSyncError(f"engine {self.name} is asleep")
-        if manifest.base is not None and manifest.base != self.version:
+        if manifest.base is not None and not (self.version == manifest.base or (self._catches_up and 0 <= self.version < manifest.base)):
             raise WrongBase(f"engine {self.name} holds version {self.version}, the delta needs {manifest.base}")
         if self.faults.apply_error:
             raise WeightSyncError(self.faults.apply_error)
+        await asyncio.sleep(self.faults.apply_s)
         changed, self.version = manifest.version != self.version, manifest.version
         if not self.faults.stale_prefix_cache:
             self._prefix_cache.clear()
@@ -166,10 +179,12 @@ class FakeEngine:
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
-        self.calls.append(("resume", None))
-        self._check_alive()
+        self._enter("resume", None)
         if self.version == NOT_SAMPLED:
             raise WeightSyncError(f"engine {self.name} holds no version to sample from: none has been applied")
+        await asyncio.sleep(self.faults.resume_s)
+        if self.faults.resume_error:
+            raise EngineError(self.faults.resume_error)
         self._paused = None
         await self._notify()
 
@@ -208,6 +223,12 @@ class FakeEngine:
         for row in list(self._rows):
             row.mailbox.fail(ChildDied(self._gone))
             self._end(row)
+
+    def _enter(self, name: str, argument: object) -> None:
+        self.calls.append((name, argument))
+        if self.faults.dies_in == name:
+            self.die()
+        self._check_alive()
 
     async def _write(self, row: _Row) -> None:
         while True:

@@ -61,7 +61,7 @@ class InlineEngine:
         self._gone = ""
 
     async def start(self, paths: RunPaths) -> None:
-        """Load the model. The engine is paused, and holds no version, until an anchor is applied."""
+        """Load the model, for the first time or after `close`. The engine is paused, and holds no version, until an anchor is applied."""
         from asyncrl.rollout.loaded_model import load_model, model_routing
         from asyncrl.rollout.released_weights import ReleasableWeights
         from asyncrl.weights.ends import TransportSpec, source_of
@@ -71,6 +71,7 @@ class InlineEngine:
         self._routing = model_routing(self._model) if self._facts.has_experts else None
         self._weights = ReleasableWeights(self._model)
         self._receiver = Receiver(self._weights.targets(), source=source_of(TransportSpec.of(paths)))
+        self._paused, self._asleep, self._gone = Interruption.DRAIN, False, ""
         self._runner = asyncio.create_task(self._run(), name=f"engine {self.name}")
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

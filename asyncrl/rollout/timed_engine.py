@@ -27,7 +27,7 @@ _TAIL_FRAC = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EngineSeconds:
-    """Seconds of one engine by cause; they sum to what has passed."""
+    """Seconds of one engine by cause; they sum to `whole_s`."""
 
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -38,6 +38,8 @@ class EngineSeconds:
     paused_s: float = 0.0
     down_s: float = 0.0
     evaluation_s: float = 0.0
+    whole_s: float = 0.0
+    """What has passed, by the clock."""
     prefill_tokens: int = 0
     reprefill_tokens: int = 0
     decode_tokens: int = 0
@@ -52,6 +54,7 @@ class TimedEngine:
         self._running = self._most_running = 0
         self._is_down = self._is_paused = self._is_aside = self._is_blocked = False
         self._since_s: float | None = None
+        self._taken_s = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._busy_s: defaultdict[int, float] = defaultdict(float)
         self._passes_s: defaultdict[str, float] = defaultdict(float)
@@ -79,6 +82,7 @@ class TimedEngine:
     def take(self) -> EngineSeconds:
         """The account since the last call."""
         self._charge()
+        since_s, self._taken_s = self._taken_s, now_s()
         tail_s = sum(seconds for running, seconds in self._busy_s.items() if running < _TAIL_FRAC * self._most_running)
         work_s = sum(self._busy_s.values()) - tail_s
         tokens = self._tokens
@@ -91,7 +95,8 @@ class TimedEngine:
             decode_s=work_s * (1.0 - read_frac), prefill_s=work_s * read_frac * (1.0 - again_frac),
             reprefill_s=work_s * read_frac * again_frac, tail_s=tail_s,
             idle_s=self._seconds["idle"], paused_s=self._seconds["paused"], down_s=self._seconds["down"],
-            evaluation_s=self._seconds["evaluation"], prefill_tokens=tokens["prefill"], reprefill_tokens=tokens["reprefill"],
+            evaluation_s=self._seconds["evaluation"], whole_s=self._taken_s - since_s,
+            prefill_tokens=tokens["prefill"], reprefill_tokens=tokens["reprefill"],
             decode_tokens=tokens["decode"])
         self._seconds.clear()
         self._busy_s.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from asyncrl.errors import WeightSyncError
 from asyncrl.paths import RunPaths
 from asyncrl.weights.config import WeightsConfig
 from asyncrl.weights.density import Prediction, total_density
@@ -82,6 +83,16 @@ class Publication:
         self.predicted_density = total_density(predictions)
         self._count += 1
         return True
+
+    def commit_anchor(self, publications: Sequence[Mapping[str, Any]]) -> Manifest:
+        """Make the newest version visible once more, whole. Raises WeightSyncError."""
+        ranks = [RankPublication.from_wire(wire["publication"]) for wire in publications]
+        manifest = merge(ranks, run_epoch=self.run_epoch, version=ranks[0].version, base=None)
+        if manifest.state_hash != self.manifest.state_hash:
+            raise WeightSyncError(f"the anchor of version {manifest.version} has state {manifest.state_hash:016x}, published was "
+                                  f"{self.manifest.state_hash:016x}")
+        self._log.commit(manifest)
+        return manifest
 
     def taken_up(self) -> None:
         """Every rank has the committed version as its snapshot."""

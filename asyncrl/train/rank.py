@@ -79,8 +79,9 @@ class RankTrainer:
 
     def handlers(self) -> dict[str, Any]:
         """Operation by name, as `serve_calls` takes them. One that needs what is offloaded has it back for as long as it runs."""
-        at_home = {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "adopt": self.adopt, "save": self.save,
-                   "restore": self.restore, "export": self.export, "export_adapters": self.export_adapters}
+        at_home = {"step": self.step, "fit": self.fit, "score": self.score, "publish": self.publish, "anchor": self.anchor,
+                   "adopt": self.adopt, "save": self.save, "restore": self.restore, "export": self.export,
+                   "export_adapters": self.export_adapters}
         return {"deliver": self.deliver, "committed": self.committed, "saved": self.saved, "offload": self.offload, "onload": self.onload,
                 **{name: self._residence.at_home()(work) for name, work in at_home.items()}}
 
@@ -127,6 +128,10 @@ class RankTrainer:
     def deliver(self, request: Request) -> None:
         """Send the parts of `manifest` to `engines`, with all other ranks. Raises WeightSyncError."""
         self._sink.deliver(Manifest.from_json(request.body["manifest"]), engines=request.body["engines"])
+
+    def anchor(self, request: Request) -> Mapping[str, Any]:
+        """Write the version published last once more, whole: trained weights as they were published, frozen ones as they are."""
+        return {"publication": self._publisher.anchor(self._bits()).to_wire()}
 
     def committed(self, request: Request) -> None:
         """`version` will not be taken back: it is durable, or every engine that serves has applied it."""

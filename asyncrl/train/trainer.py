@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.channel import Reply
-from asyncrl.errors import AsyncRLError, CheckpointError, ChildDied, ConfigError, RunAborted, StalenessError
+from asyncrl.errors import AsyncRLError, CheckpointError, ChildDied, ConfigError, RunAborted, StalenessError, WeightSyncError
 from asyncrl.lora_config import adapters_of, require_peft
 from asyncrl.metrics import Metrics
 from asyncrl.model_folder import model_folder
@@ -65,7 +65,7 @@ class StepResult:
 
 
 class Trainer:
-    """Trains the model of a Hugging Face folder; settings are the fields of `TrainerConfig`.
+    """Trains the model of a Hugging Face folder; settings are the fields of `TrainerConfig`. Raises ConfigError before any process starts.
 
     Args:
         model: the folder, or a Hugging Face id, which is fetched.
@@ -75,8 +75,6 @@ class Trainer:
         loss: "decoupled_ppo", "ppo", "gspo", …, or a mapping with `kind`: those of docs/configuration.md.
         reference: "none", or a mapping with `kind`, "in_loss" or "in_reward": a KL to the model the run starts from.
         lora: "none", or a mapping with `kind` lora: what adapters are trained in the model's stead. The engines are made with the same.
-
-    Raises ConfigError before any process starts.
     """
 
     def __init__(self, model: str | Path, *, advantages: Any = "grpo", correction: Any = None, loss: Any = "decoupled_ppo",
@@ -93,6 +91,7 @@ class Trainer:
         self._nonfinite = NonfiniteLimit(self.config.trainer.max_nonfinite_steps)
         self._since_last_step = Metrics()
         self._ranks: RankGroup | None = None
+        self._alone = asyncio.Lock()
         self._deterministic = False
         self._paths: RunPaths
         self._publication: Publication
@@ -174,25 +173,34 @@ class Trainer:
         A second call for the same version gives the same manifest. Where parts are pushed, `deliver` and then `keep` are to follow.
         Raises WeightSyncError or NonFiniteError.
         """
-        while not self._publication.holds(self.version):
-            try:
-                replies = await self._on_ranks("publish", self._publication.request(self.version))
-                if self._publication.commit([reply.body for reply in replies], version=self.version) and not self._publication.is_pushed:
-                    await self.keep(self.version)
-            except ChildDied as death:
-                await self._recover(death)
-        return self._publication.manifest
+        async with self._alone:
+            while not self._publication.holds(self.version):
+                try:
+                    made = [reply.body for reply in await self._on_ranks("publish", self._publication.request(self.version))]
+                    if self._publication.commit(made, version=self.version) and not self._publication.is_pushed:
+                        await self._keep(self.version)
+                except ChildDied as death:
+                    await self._recover(death)
+            return self._publication.manifest
+
+    async def anchor(self) -> Manifest:
+        """Make the version published last durable once more, whole. Raises WeightSyncError; then the next publication is an anchor."""
+        try:
+            return self._publication.commit_anchor([reply.body for reply in await self._call("anchor")])
+        except WeightSyncError:
+            self._publication.lose_snapshot()
+            raise
 
     async def deliver(self, manifest: Manifest, engines: SequenceOf[str]) -> None:
         """Push a published version to engines that are fetching it now; where they pull, nothing is done. Raises WeightSyncError."""
-        await self._on_ranks("deliver", {"manifest": manifest.to_json(), "engines": list(engines)})
+        async with self._alone:
+            await self._on_ranks("deliver", {"manifest": manifest.to_json(), "engines": list(engines)})
 
     async def keep(self, version: int) -> None:
         """A published version will not be taken back: the next one is a delta on it. `publish` does this itself where engines pull."""
-        if self._publication.is_to_be_kept(version):
+        async with self._alone:
             try:
-                await self._on_ranks("committed", {"version": version})
-                self._publication.taken_up()
+                await self._keep(version)
             except ChildDied as death:
                 await self._recover(death)
 
@@ -217,10 +225,9 @@ class Trainer:
     async def save(self, path: str | Path, state: bytes = b"") -> None:
         """Write a checkpoint folder; an older one at `path` is replaced once this one is whole. Raises NonFiniteError, CheckpointError."""
         await self._settle(wait=True)
-        is_whole = False
-        while not is_whole:
+        await self._begin_saving(Path(path), state)
+        while not await self._settle(wait=True):
             await self._begin_saving(Path(path), state)
-            is_whole = await self._settle(wait=True)
 
     async def restore(self, path: str | Path) -> bytes:
         """Load a checkpoint folder, or the newest whole one under `path`, saved by any number of ranks. Returns the `state` saved with it.
@@ -284,12 +291,13 @@ class Trainer:
             self._give_up_saving()
 
     async def _call(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
-        """An operation on every rank, done again after a recovery when one died."""
-        while True:
-            try:
-                return await self._on_ranks(op, body, arrays=arrays)
-            except ChildDied as death:
-                await self._recover(death)
+        """An operation on every rank, one at a time, done again after a recovery when one died."""
+        async with self._alone:
+            while True:
+                try:
+                    return await self._on_ranks(op, body, arrays=arrays)
+                except ChildDied as death:
+                    await self._recover(death)
 
     async def _on_ranks(self, op: str, body: dict[str, Any] | None = None, *, arrays: dict[str, NDArray[Any]] | None = None) -> list[Reply]:
         assert self._ranks is not None, "start() comes first"
@@ -360,16 +368,22 @@ class Trainer:
         await self._saving.begin(folder, state, version=self.version, automatic=automatic, run_epoch=lambda: self._publication.run_epoch,
                                  call=self._call)
 
+    async def _keep(self, version: int) -> None:
+        if self._publication.is_to_be_kept(version):
+            await self._on_ranks("committed", {"version": version})
+            self._publication.taken_up()
+
     async def _settle(self, *, wait: bool) -> bool:
         """Make the checkpoint whole that is being written, once it is; whether one became whole. A death of ranks costs it."""
-        try:
-            return await self._saving.commit(self._on_ranks, wait=wait)
-        except ChildDied as death:
-            await self._recover(death)
-            return False
-        except BaseException:
-            self._give_up_saving()
-            raise
+        async with self._alone:
+            try:
+                return await self._saving.commit(self._on_ranks, wait=wait)
+            except ChildDied as death:
+                await self._recover(death)
+                return False
+            except BaseException:
+                self._give_up_saving()
+                raise
 
     def _give_up_saving(self) -> None:
         if self._saving.give_up():

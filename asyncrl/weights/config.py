@@ -28,8 +28,8 @@ class NcclConfig(Section):
 
     kind: Literal["nccl"] = "nccl"
     timeout_s: Seconds = 30.0
-    """How long members are waited for, and one collective of 64 MiB; whoever takes longer is left out, and the others go on. An update
-    takes at most three times as long, which must be within `weights.apply_timeout_s`."""
+    """How long members are waited for, and one collective of 64 MiB; whoever takes longer is left out, and the others go on. A fetch
+    takes at most three times as long, which must be within `weights.fetch_timeout_s`."""
 
 
 Transport = Annotated[StoreConfig | NcclConfig, TAGGED]
@@ -45,8 +45,13 @@ class WeightsConfig(Section):
     """What an update does to running requests: go on with the old keys and values, with recomputed ones, or finish first."""
     drain_timeout_s: Seconds = 600.0
     """With `drain`: an engine whose running rollouts take longer is fenced."""
+    fetch_timeout_s: Seconds = 300.0
+    """An engine that takes longer to pull and verify a version, beside sampling, is fenced: 30 GB at 100 MB/s."""
     apply_timeout_s: Seconds = 120.0
-    """An engine that takes longer to pause, or to verify and apply a version, is fenced."""
+    """An engine that takes longer to pause, to apply a version, or to resume, is fenced."""
+    engine_restarts: int = Field(default=3, ge=0)
+    """A fenced engine that cannot be refilled is started anew, so many times in a row without an update it took part in; then, and at once
+    with 0, it is closed for good. What kills an engine thrice, as a lack of memory does, will again."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of published parameters, rounded to nearest even from the trainer's float32. Buffers keep their own dtype."""
     anchor_every_versions: int | None = Field(default=None, ge=1)

@@ -134,23 +134,29 @@ class Publisher:
         self._hash_share = share
         return share
 
-    def anchor(self) -> RankPublication:
+    def anchor(self, bits: PieceBits | None = None) -> RankPublication:
         """The snapshot's version once more, whole, for an engine that has no base. Changes nothing here; needs no commit.
 
-        Raises WeightSyncError before the first commit, while a version is pending, with frozen pieces, when the snapshot is no longer what
-        was published, or on a failed write.
+        Args:
+            bits: current ones of all pieces, where some are frozen: of these no copy is kept. Of others they are not read.
+
+        Raises WeightSyncError before the first commit, while a version is pending, with frozen pieces and no bits, when what was published
+        has changed in memory, or on a failed write.
         """
         if self._pending is not None:
             raise WeightSyncError(f"version {self._pending.version} is pending: commit or abandon it first")
         if self.version is None:
             raise WeightSyncError("there is no committed version to write an anchor of")
-        if len(self._moving) < len(self._pieces):
-            raise WeightSyncError("of frozen pieces no copy is kept: publish an anchor of a new version")
+        if bits is not None:
+            self._check(bits, self._pieces)
+        elif len(self._moving) < len(self._pieces):
+            raise WeightSyncError("of frozen pieces no copy is kept: give their bits, or publish an anchor of a new version")
         with Buckets(self._sink, version=self.version, rank=self._rank, part_bytes=self._part_bytes) as buckets:
-            held = ((stretch, self._snapshot.read(stretch)) for stretch in self._all)
+            held = ((stretch, self._snapshot.read(stretch) if stretch.place is not None or bits is None
+                     else staged(bits, stretch, Scratch())) for stretch in self._all)
             whole = self._whole(held, buckets, version=self.version)
         if whole.hash_share != self._hash_share:
-            raise WeightSyncError(f"the snapshot of version {self.version} was changed in memory: publish an anchor of a new version")
+            raise WeightSyncError(f"what version {self.version} was made of was changed in memory: publish an anchor of a new version")
         return whole
 
     def _on_the_host(self, nbytes: int, *, threads: int) -> Snapshot:

@@ -36,12 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def make_run(model: Path, folder: Path, *, processes: int) -> Run:
+def make_run(model: Path, folder: Path, *engines: TransformersEngine, processes: int, engine_restarts: int = 3) -> Run:
     prompts = [Prompt(text=f"{number}+{number}=") for number in range(10)]
-    return Run(prompts=PromptSource(prompts), engine=TransformersEngine(model), env=SingleTurn(lambda prompt, text: len(set(text)) / 8.0),
-               sampling=Sampling(max_new_tokens=8), buffer=ReplayBuffer(groups_per_step=4, group_size=4, max_staleness=2),
+    return Run(prompts=PromptSource(prompts), engine=engines or TransformersEngine(model),
+               env=SingleTurn(lambda prompt, text: len(set(text)) / 8.0), sampling=Sampling(max_new_tokens=8),
+               buffer=ReplayBuffer(groups_per_step=4, group_size=4, max_staleness=2),
                trainer=Trainer(model, correction="token_tis", learning_rate=1e-3, processes=processes, checkpoint_every_steps=3),
-               options=RunOptions(name="run", folder=folder, weights=WeightsConfig(dtype="float32")))
+               options=RunOptions(name="run", folder=folder, weights=WeightsConfig(dtype="float32", engine_restarts=engine_restarts)))
 
 
 def pid_of(name: str) -> int:
@@ -79,9 +80,9 @@ def test_a_killed_rank_costs_a_restart_and_no_token(model: Path, tmp_path: Path)
     assert closed
 
 
-def test_a_killed_engine_ends_the_run_with_its_cause(model: Path, tmp_path: Path) -> None:
+def test_a_run_without_restarts_ends_with_its_engine_and_the_cause(model: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with make_run(model, tmp_path, processes=1) as run:
+        async with make_run(model, tmp_path, processes=1, engine_restarts=0) as run:
             async for report in run.steps(1000):
                 if report.index == 2:
                     os.kill(pid_of("engine-0"), signal.SIGKILL)
@@ -89,6 +90,56 @@ def test_a_killed_engine_ends_the_run_with_its_cause(model: Path, tmp_path: Path
     with pytest.raises((RunAborted, ChildDied), match="signal 9"):
         asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert not [pid for pid in descendants(os.getpid()) if any(str(tmp_path) in link for link in open_files(pid))]
+
+
+def test_a_killed_engine_comes_back_and_costs_no_token(model: Path, tmp_path: Path) -> None:
+    async def main() -> tuple[dict[str, list[str]], int, float, bool]:
+        killed: list[int] = []
+        run = make_run(model, tmp_path, TransformersEngine(model, name="first"), TransformersEngine(model, name="second"), processes=1)
+        served: dict[str, list[str]] = {"with one": [], "back": []}
+        restarts, at = 0.0, 0
+        async with run:
+            async for report in run.steps(400):
+                restarts += report.metrics.get("weights/engine_restarts/sum", 0.0)
+                staleness.append(report.metrics["staleness/token/max"])
+                if report.index == 2:
+                    killed.append(pid_of("first"))
+                    os.kill(killed[0], signal.SIGKILL)
+                serving = list(run.router.serving)
+                if serving == ["second"]:
+                    served["with one"] = serving
+                elif served["with one"] and serving == ["first", "second"]:
+                    served["back"] = serving
+                    at = at or report.index
+                if at and report.index >= at + 3:
+                    break
+            health = await run.engines[0].health()
+            assert pid_of("first") != killed[0]
+            await run.finish()
+            return served, run.trainer.version - health.version, restarts, run.account().is_closed
+
+    staleness: list[float] = []
+    served, behind, restarts, closed = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert served == {"with one": ["second"], "back": ["first", "second"]}
+    assert behind <= 2
+    assert restarts == 1
+    assert max(staleness) <= 2
+    assert closed
+
+
+def test_an_engine_that_comes_late_serves_with_the_newest_version(model: Path, tmp_path: Path) -> None:
+    async def main() -> int:
+        late = TransformersEngine(model, name="late")
+        async with make_run(model, tmp_path, processes=1) as run:
+            async for report in run.steps(400):
+                if report.index == 2:
+                    await run.add_engine(late)
+                    assert "late" not in run.router.serving
+                elif "late" in run.router.serving:
+                    return (await late.health()).version
+        return -1
+
+    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)) >= 2
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=["kill -9", "ctrl-c", "sigterm"])

@@ -128,7 +128,7 @@ def test_a_cancelled_step_leaves_no_one_waiting_for_its_batch(model: Path, tmp_p
                     await run.step()
             except TimeoutError:
                 break
-        assert {task.get_coro().__qualname__ for task in asyncio.all_tasks() - tasks} <= {"Run._roll_out_one", "FakeEngine._write"}
+        assert {task.get_coro().__qualname__ for task in asyncio.all_tasks() - tasks} <= {"Run._roll_out_one", "_next", "FakeEngine._write"}
 
     use(make_run(model, tmp_path, [engine]), body)
 

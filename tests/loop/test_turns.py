@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.buffer.replay_buffer import ReplayBuffer
 from asyncrl.colocation_config import NoColocation, TurnsColocation
-from asyncrl.errors import ConfigError, RunAborted
+from asyncrl.errors import ConfigError
 from asyncrl.loop import Run
 from asyncrl.rollout.engine import Engine
 from asyncrl.rollout.env import SingleTurn
@@ -139,11 +139,20 @@ def test_an_engines_process_gives_its_memory_back_while_a_rank_trains_and_the_ru
     assert metrics["colocation/trainer_moved_bytes/last"] >= 3 * weight_bytes
 
 
-def test_an_engine_that_dies_asleep_is_a_death_like_any(tmp_path: Path) -> None:
+def test_an_engine_that_dies_asleep_is_started_anew_in_its_turn(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     run = make_run(model, tmp_path, TransformersEngine(model, kv_cache_tokens=512), colocation=TurnsColocation())
-    with pytest.raises(RunAborted, match=r"version 1 reached no engine.*signal 9"):
-        asyncio.run(course(run, observe=lambda run: os.kill(run.engines[0]._child.pid, signal.SIGKILL)))
+    pids: list[int] = []
+
+    def kill_once(run: Run) -> None:
+        pids.append(run.engines[0]._child.pid)
+        if len(pids) == 1:
+            os.kill(pids[0], signal.SIGKILL)
+
+    *steps, metrics = asyncio.run(course(run, observe=kill_once))
+    assert len(steps) == len(pids) == STEPS
+    assert len(set(pids)) == 2
+    assert metrics["colocation/wake_s/last"] > 0
 
 
 @pytest.mark.parametrize(("settings", "named"), [

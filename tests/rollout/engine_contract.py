@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import EngineError, WeightSyncError, WrongBase
 from asyncrl.records import NOTHING_WANTED, Wanted
 from asyncrl.rollout.engine import Ack, Chunk, Engine, GenerationRequest, Interruption
-from asyncrl.types import NOT_SAMPLED, Sampling, Status
+from asyncrl.types import Sampling, Status
 from asyncrl.weights.manifest import Manifest
 
 TOLERANCE = 1e-4
@@ -371,12 +371,6 @@ async def every_token_over_three_versions_has_the_logprob_of_its_own(rig: Rig, k
     for one in written:
         rig.check(one)
     assert any([version for _, version, _ in one.spans] == [0, 1, 2] for one in written)
-
-
-async def an_engine_without_a_version_does_not_sample(engine: Engine) -> None:
-    assert (await engine.health()).version == NOT_SAMPLED
-    with pytest.raises(WeightSyncError, match="none has been applied"):
-        await engine.resume()
 
 
 RULES = (

@@ -19,7 +19,7 @@ from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.transformers_engine import TransformersEngine
 from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.types import Sampling
-from tests.rollout import engine_contract
+from tests.rollout import engine_contract, start_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -85,7 +85,7 @@ def test_every_token_of_the_transformers_engine_has_the_logprob_of_its_version(t
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_samples_nothing_before_an_anchor(vllm: Rig) -> None:
-    vllm.run(engine_contract.an_engine_without_a_version_does_not_sample(vllm.engine))
+    vllm.run(start_contract.an_engine_without_a_version_does_not_sample(vllm.engine))
 
 
 @pytest.mark.vllm

@@ -17,7 +17,7 @@ from asyncrl.paths import RunPaths
 from asyncrl.rollout.engine import Chunk, GenerationRequest, Interruption
 from asyncrl.rollout.fake_engine import FakeEngine, Faults, counting_policy, fake_manifest
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract, sleep_contract
+from tests.rollout import engine_contract, sleep_contract, start_contract
 from tests.rollout.engine_contract import Rig, Written
 
 EOS_TOKENS = frozenset({1, 5})
@@ -43,7 +43,11 @@ def test_contract(rig: Rig, rule) -> None:
 
 
 def test_nothing_is_sampled_before_an_anchor() -> None:
-    run_virtual(engine_contract.an_engine_without_a_version_does_not_sample(FakeEngine()))
+    run_virtual(start_contract.an_engine_without_a_version_does_not_sample(FakeEngine()))
+
+
+def test_started_again_it_is_a_new_engine(rig: Rig, tmp_path: Path) -> None:
+    rig.run(start_contract.started_again_it_is_a_new_engine(rig, RunPaths(root=tmp_path, shared=tmp_path)))
 
 
 @pytest.mark.parametrize(("kind", "fresh"), [(Interruption.KEEP, False), (Interruption.RECOMPUTE, True)])

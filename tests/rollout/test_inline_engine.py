@@ -16,7 +16,7 @@ from asyncrl.rollout.inline_engine import InlineEngine
 from asyncrl.rollout.inline_wave import sample
 from asyncrl.rollout.truncation import Truncation, limits_of, renormalised
 from asyncrl.types import NOT_SAMPLED, Sampling, Status
-from tests.rollout import engine_contract, records_contract, sleep_contract
+from tests.rollout import engine_contract, records_contract, sleep_contract, start_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -54,7 +54,11 @@ def test_kept_sets_go_on_over_an_interruption(rig: Rig, kind: Interruption) -> N
 
 
 def test_nothing_is_sampled_before_an_anchor(rig: Rig) -> None:
-    rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+    rig.run(start_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+
+
+def test_started_again_it_is_a_new_engine(model: PublishedModel, rig: Rig) -> None:
+    rig.run(start_contract.started_again_it_is_a_new_engine(rig, model.paths))
 
 
 def test_the_same_requests_give_the_same_bits_whatever_ran_before(model: PublishedModel) -> None:

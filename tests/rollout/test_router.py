@@ -14,6 +14,7 @@ from asyncrl.rollout.engine import Ack, GenerationRequest, Interruption
 from asyncrl.rollout.fake_engine import FakeEngine, Faults, fake_manifest
 from asyncrl.rollout.router import Router
 from asyncrl.types import Sampling, Status
+from asyncrl.weights.config import WeightsConfig
 from tests.rollout.rollout_fakes import requests_of, router_of
 
 KEEP = Interruption.KEEP
@@ -62,7 +63,7 @@ def test_an_update_pauses_applies_and_resumes_every_engine():
     run_virtual(main())
 
 
-def test_an_engine_that_fails_an_update_is_fenced_and_closed_and_the_other_goes_on():
+def test_an_engine_that_fails_an_update_is_fenced_and_the_other_goes_on():
     async def main():
         a, b = FakeEngine(name="a"), FakeEngine(name="b")
         router = await router_of(a, b)
@@ -72,7 +73,6 @@ def test_an_engine_that_fails_an_update_is_fenced_and_closed_and_the_other_goes_
         assert update.failed == {"a": "WeightSyncError: checksum of part 3 differs"}
         assert router.serving == ("b",)
         assert (a.version, b.version) == (0, 1)
-        assert a.calls[-1] == ("close", None)
         for _ in range(3):
             assert await consume(router) == [Status.LENGTH]
         assert (len(requests_of(a)), len(requests_of(b))) == (0, 3)
@@ -130,7 +130,7 @@ def test_a_delta_on_another_base_fences_the_engine():
 def test_an_engine_that_does_not_pause_in_time_is_fenced(kind, limit_s):
     async def main():
         a, b = FakeEngine(name="a"), FakeEngine(name="b")
-        router = Router([a, b], apply_timeout_s=5.0, drain_timeout_s=40.0)
+        router = Router([a, b], config=WeightsConfig(interruption="drain", apply_timeout_s=5.0, drain_timeout_s=40.0))
         await router.update(fake_manifest(0), KEEP)
         a.faults = Faults(pause_s=1000.0)
         update = await router.update(fake_manifest(1, base=0), kind)
@@ -155,7 +155,7 @@ def test_the_run_ends_with_every_reason_when_no_engine_is_left():
         a, b = FakeEngine(name="a"), FakeEngine(name="b")
         router = await router_of(a, b)
         a.faults, b.faults = Faults(apply_error="checksum differs"), Faults(wrong_hash=True)
-        with pytest.raises(RunAborted, match=r"version 1 reached no engine.*checksum differs.*state hash"):
+        with pytest.raises(RunAborted, match=r"no engine serves.*checksum differs.*state hash"):
             await router.update(fake_manifest(1, base=0), KEEP)
         with pytest.raises(RunAborted, match=r"no engine serves.*checksum differs"):
             await consume(router)
@@ -173,7 +173,7 @@ def test_the_last_engine_is_not_closed_under_its_requests_before_the_reason_is_t
     run_virtual(main())
 
 
-def test_an_engine_that_dies_between_updates_is_reported_and_closed_by_the_next_one():
+def test_an_engine_that_dies_between_updates_takes_part_in_none():
     async def main():
         a, b = FakeEngine(name="a"), FakeEngine(name="b")
         router = await router_of(a, b)
@@ -182,11 +182,11 @@ def test_an_engine_that_dies_between_updates_is_reported_and_closed_by_the_next_
         a.die("killed by signal 9")
         with pytest.raises(ChildDied):
             await running
-        assert router.serving == ("b",)
+        assert (router.serving, router.unfenced) == (("b",), ("b",))
+        assert router.reasons == {"a": "engine a is gone: killed by signal 9"}
+        assert not router.answers("a")
         update = await router.update(fake_manifest(1, base=0), KEEP)
-        assert update.failed == {"a": "engine a is gone: killed by signal 9"}
-        assert a.calls[-1] == ("close", None)
-        assert (await router.update(fake_manifest(2, base=1), KEEP)).failed == {}
+        assert (list(update.acks), update.failed) == (["b"], {})
     run_virtual(main())
 
 
@@ -309,9 +309,9 @@ def test_an_engine_that_fails_asleep_is_fenced_and_never_serves_again(fault: str
         update = await router.update(fake_manifest(1), KEEP)
         assert list(update.acks) == ["b"]
         reason = {"dies": "signal 9", "does not sleep": "too tired", "does not wake": "no memory", "wakes to other weights": "state hash"}
-        assert reason[fault] in update.failed["a"]
+        assert reason[fault] in router.reasons["a"]
+        assert ("a" in update.failed) == (fault != "does not sleep")
         assert router.serving == ("b",)
-        assert engine.calls[-1][0] == "close"
         await asyncio.gather(*(consume(router, 1) for _ in range(4)))
         assert not requests_of(engine)
         other.faults = Faults(sleep_error="nor this one")

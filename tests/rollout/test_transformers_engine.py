@@ -21,7 +21,7 @@ from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.engine import GenerationRequest, Interruption
 from asyncrl.rollout.transformers_engine import TESTED_TRANSFORMERS, TransformersEngine
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract, records_contract, sleep_contract
+from tests.rollout import engine_contract, records_contract, sleep_contract, start_contract
 from tests.rollout.engine_contract import Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 
@@ -42,7 +42,11 @@ def cramped_rig(model: PublishedModel) -> Iterator[Rig]:
 
 
 def test_nothing_is_sampled_before_an_anchor(model: PublishedModel, rig: Rig) -> None:
-    rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+    rig.run(start_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+
+
+def test_started_again_it_is_a_new_engine(model: PublishedModel, rig: Rig) -> None:
+    rig.run(start_contract.started_again_it_is_a_new_engine(rig, model.paths))
 
 
 @pytest.mark.parametrize("rule", [*engine_contract.RULES, *sleep_contract.RULES, *engine_contract.MODEL_RULES],

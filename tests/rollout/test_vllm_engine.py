@@ -22,7 +22,7 @@ from asyncrl.errors import ChildDied, ConfigError, EngineError
 from asyncrl.rollout.engine import Interruption
 from asyncrl.rollout.vllm_engine import VLLMEngine
 from asyncrl.types import Sampling, Status
-from tests.rollout import engine_contract
+from tests.rollout import engine_contract, start_contract
 from tests.rollout.engine_contract import BFLOAT16_TOLERANCE, Rig
 from tests.rollout.model_rig import EOS_TOKENS, PublishedModel, prompts, publish_model
 from tests.tiny_model import make_tiny_model
@@ -45,7 +45,11 @@ def rig(model: PublishedModel) -> Iterator[Rig]:
 
 
 def test_nothing_is_sampled_before_an_anchor(rig: Rig) -> None:
-    rig.run(engine_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+    rig.run(start_contract.an_engine_without_a_version_does_not_sample(rig.engine))
+
+
+def test_started_again_it_is_a_new_engine(model: PublishedModel, rig: Rig) -> None:
+    rig.run(start_contract.started_again_it_is_a_new_engine(rig, model.paths))
 
 
 @pytest.mark.parametrize("rule", [*engine_contract.RULES, *engine_contract.MODEL_RULES], ids=lambda rule: rule.__name__)
