@@ -73,6 +73,7 @@ def test_an_engine_that_fails_an_update_is_fenced_and_the_other_goes_on():
         assert update.failed == {"a": "WeightSyncError: checksum of part 3 differs"}
         assert router.serving == ("b",)
         assert (a.version, b.version) == (0, 1)
+        assert a.calls[-1][0] == "apply", "a failed apply is not resumed from"
         for _ in range(3):
             assert await consume(router) == [Status.LENGTH]
         assert (len(requests_of(a)), len(requests_of(b))) == (0, 3)
