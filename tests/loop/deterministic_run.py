@@ -28,8 +28,8 @@ from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig
 
-TIMES = ("_s/", "_per_s/", "wait_frac/")
-"""What the names of metrics that tell time contain."""
+TIMES = ("_s/", "_per_s/", "wait_frac/", "engine/")
+"""What the names of metrics that tell time contain; what an engine did between two steps is a matter of when it did it."""
 
 
 def late_reward(prompt: Prompt, completion: str) -> float:
