@@ -58,6 +58,10 @@ def outcomes(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return run_jobs(jobs, folder)
 
 
+def timeless(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in step.items() if "_s/" not in name} for step in steps]
+
+
 def largest(tensors: dict[str, Tensor]) -> float:
     return max(float(tensor.abs().max()) for tensor in tensors.values())
 
@@ -93,7 +97,7 @@ def test_no_mode_moves_a_bit(mode: str, ranks: int, outcomes: dict[str, Outcome]
     changed, plain = outcomes[f"{mode} on {ranks}"], outcomes[f"plain on {ranks}"]
     assert gap(changed.gradients, plain.gradients) == 0
     assert gap(changed.weights, plain.weights) == 0
-    assert changed.metrics == plain.metrics
+    assert timeless(changed.metrics) == timeless(plain.metrics)
     assert gap(changed.gradients, outcomes["plain on 0"].gradients) <= 1e-6 * largest(plain.gradients)
 
 

@@ -117,7 +117,7 @@ def test_an_engine_that_is_killed_while_a_version_is_delivered_costs_the_other_n
             os.kill(child, signal.SIGKILL)
             await stepping
             assert scene.fleet.holds == {"engine-0": 2, "engine-1": 1}
-            assert scene.fleet.fenced == ["engine-1"]
+            assert scene.router.unfenced == ("engine-0",)
             await scene.step()
             assert scene.fleet.holds["engine-0"] == 3
     asyncio.run(main())
