@@ -48,10 +48,9 @@ from asyncrl.weights.ends import TransportSpec
 from tests.buffer.buffer_fakes import rollout as buffer_rollout
 from tests.rollout.model_rig import PublishedModel
 from tests.test_sync import Publishing
+from tests.timeless import timeless
 from tests.tiny_moe import make_tiny_moe
 from tests.train.train_data import random_batch
-
-TIMES = ("train/step_s/last",)
 
 
 class Scene:
@@ -186,7 +185,7 @@ def routed(config: RunConfig, scene: Scene) -> object:
     rank = RankTrainer(RankSpec(model=str(model), rank=0, world_size=1, rendezvous=None, transport=TransportSpec.of(scene.paths),
                                 published_dtype="float32", config=settings))
     outcome = train_step(rank._trainee, pack(random_batch(0)))
-    return {name: value for name, value in outcome.metrics.result().items() if name not in TIMES}, config.training.wanted
+    return timeless(outcome.metrics.result()), config.training.wanted
 
 
 def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = None) -> object:
@@ -204,7 +203,7 @@ def trained(config: RunConfig, scene: Scene, *, later_rewards: float | None = No
             if version and later_rewards is not None:
                 packed.rewards[:] = later_rewards
             outcome = train_step(rank._trainee, packed)
-            metrics.append({name: value for name, value in outcome.metrics.result().items() if name not in TIMES})
+            metrics.append(timeless(outcome.metrics.result()))
         cuts = [len(minibatch.inputs) for minibatch in minibatches_of(rank._trainee, pack(random_batch(0)))]
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in rank._lm.parameters())).hexdigest()
         return weights, metrics, cuts, torch.get_num_threads(), compute_dtype(asked.trainer, torch.device("cpu"))

@@ -276,19 +276,37 @@ def test_an_evaluation_without_prompts_is_refused(published: PublishedModel, tmp
         see.parts(parse_config(TREE | {"eval": none}, base=HERE), Scene(published, tmp_path, monkeypatch))
 
 
+def base_of(field: str) -> dict[str, Any]:
+    """The configuration that a field is changed in."""
+    tree = copy.deepcopy(TREE)
+    for other, value in FLIPS[field].around:
+        put(tree, other, value)
+    for kind, section in FIELDS[field][1]:
+        if section not in dict(FLIPS[field].around):
+            put(tree, section, SECTIONS[kind])
+    return tree
+
+
+ONE_OF_EACH_OBSERVER = {flip.observe: field for field, flip in sorted(FLIPS.items())}.values()
+
+
+@pytest.mark.parametrize("field", ONE_OF_EACH_OBSERVER, ids=lambda field: FLIPS[field].observe.__name__)
+def test_nothing_changed_changes_nothing(field: str, published: PublishedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    results = []
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            results.append(seen(FLIPS[field].observe, base_of(field), Scene(published, tmp_path / "one", patch)))
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("field", sorted(FLIPS))
 def test_a_changed_field_changes_something(field: str, published: PublishedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.chdir(tmp_path_factory.getbasetemp())
-    place, kinds = FIELDS[field]
-    before = copy.deepcopy(TREE)
-    for other, value in FLIPS[field].around:
-        put(before, other, value)
-    for kind, section in kinds:
-        if section not in dict(FLIPS[field].around):
-            put(before, section, SECTIONS[kind])
-    after = copy.deepcopy(before)
-    put(after, place, FLIPS[field].value)
+    before, after = base_of(field), base_of(field)
+    put(after, FIELDS[field][0], FLIPS[field].value)
     results = []
     for name, tree in (("before", before), ("after", after)):
         with monkeypatch.context() as patch:

@@ -27,9 +27,7 @@ from asyncrl.run_options import RunOptions
 from asyncrl.train.trainer import Trainer
 from asyncrl.types import Batch, Prompt, Sampling
 from asyncrl.weights.config import WeightsConfig
-
-TIMES = ("_s/", "_per_s/", "wait_frac/", "engine/")
-"""What the names of metrics that tell time contain; what an engine did between two steps is a matter of when it did it."""
+from tests.timeless import timeless
 
 
 def late_reward(prompt: Prompt, completion: str) -> float:
@@ -50,10 +48,9 @@ def digest(batch: Batch) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def timeless(metrics: Mapping[str, float]) -> str:
+def bits(metrics: Mapping[str, float]) -> str:
     """Those that are no times, with every bit."""
-    return json.dumps({name: float(value).hex() for name, value in metrics.items()
-                       if not any(part in name for part in TIMES)}, sort_keys=True)
+    return json.dumps({name: float(value).hex() for name, value in timeless(metrics).items()}, sort_keys=True)
 
 
 async def main(model: str, folder: str, settings: dict[str, Any]) -> None:
@@ -69,7 +66,7 @@ async def main(model: str, folder: str, settings: dict[str, Any]) -> None:
         async for report in run.steps(settings["steps"]):
             evaluation = await run.evaluate()
             state_hash = (await run.trainer.publish()).state_hash
-            print(report.index, digest(report.batch), timeless(report.metrics), timeless(evaluation.metrics), f"{state_hash:016x}")
+            print(report.index, digest(report.batch), bits(report.metrics), bits(evaluation.metrics), f"{state_hash:016x}")
         dropped = run.account().dropped
         await run.trainer.export(Path(folder) / "model")
     print("dropped", sorted(dropped.items()))
