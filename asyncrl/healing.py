@@ -70,9 +70,12 @@ class Healing:
 
     async def _bring_back(self, name: str, paths: RunPaths) -> None:
         """Refill the engine as it is, then in new processes, until it serves or has used up its restarts."""
+        if self._is_pushed:
+            await self._router.give_up(name)
+            return
         while True:
-            if not self._router.answers(name) or self._is_pushed:
-                if self._restarts[name] >= self._most_restarts or self._is_pushed:
+            if not self._router.answers(name):
+                if self._restarts[name] >= self._most_restarts:
                     await self._router.give_up(name)
                     return
                 await asyncio.sleep(min(_FIRST_WAIT_S * 2 ** self._restarts[name], _LONGEST_WAIT_S))
