@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import NormalDist
 from typing import Protocol
 
@@ -234,11 +234,17 @@ def _scores(rng: np.random.Generator, groups: int, group_size: int, correlation:
     return math.sqrt(correlation) * shared + math.sqrt(1.0 - correlation) * own
 
 
+@cache
 def _midpoint_scores(points: int) -> NDArray[np.float64]:
     return np.array([_NORMAL.inv_cdf((n + 0.5) / points) for n in range(points)])
 
 
 def _cdf(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """Φ, to 1e-5: NumPy has none, so a table of it is interpolated."""
+    return np.interp(scores, *_cdf_table())
+
+
+@cache
+def _cdf_table() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     grid = np.linspace(-6.0, 6.0, 2401)
-    return np.interp(scores, grid, [_NORMAL.cdf(float(z)) for z in grid])
+    return grid, np.array([_NORMAL.cdf(float(z)) for z in grid])

@@ -13,6 +13,8 @@ from asyncrl.plan.workload import Algorithm, Placement, Workload
 
 STATE_BYTES = 16.0
 """Of a parameter in mixed-precision training: 2 weight, 2 gradient, 12 master weight and Adam moments in float32."""
+OPTIMIZER_BYTES = 12.0
+"""Of them, the optimizer's: master weight and moments."""
 _STATES_SHARE = 0.875
 """Of a device's memory that states may take: 70 GB of 80, the rest is activations."""
 _HOST_SHARE = 0.5
@@ -57,8 +59,9 @@ def memory_fit(model: ModelShape, *, hardware: Hardware, workload: Workload, alg
     states = states_bytes(model.total_params, gpus=train_gpus) * (2 if algorithm.critic else 1)
     return MemoryFit(states_bytes=states, reference_bytes=2.0 * model.total_params / train_gpus if algorithm.reference else 0.0,
                      replica_bytes=model.replica_bytes / placement.tensor_parallel,
-                     pool_bytes=kv_pool_bytes(model, hardware=hardware, placement=placement), logits_bytes=4.0 * sequence * model.vocab,
-                     states_limit_bytes=_STATES_SHARE * hardware.memory_bytes, pinned_bytes=STATE_BYTES * model.total_params,
+                     pool_bytes=kv_pool_bytes(model, hardware=hardware, placement=placement),
+                     logits_bytes=logits_bytes(sequence, vocab=model.vocab),
+                     states_limit_bytes=_STATES_SHARE * hardware.memory_bytes, pinned_bytes=states_bytes(model.total_params, gpus=1),
                      pinned_limit_bytes=_HOST_SHARE * nodes * hardware.host_memory_bytes)
 
 

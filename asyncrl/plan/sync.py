@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from asyncrl.plan.checks import at_least, named, whole
 from asyncrl.plan.hardware import Hardware, Links
+from asyncrl.plan.memory import OPTIMIZER_BYTES, STATE_BYTES, states_bytes
 
 LAYOUTS: dict[str, float] = {"none": math.inf, "fsdp": 12e9, "fsdp_offload": 6.3e9, "veomni_ep": 2.32e9}
 """Bytes a second at which a full tensor comes together, by how ranks hold it: fits to verl's table of delta weight sync."""
@@ -98,8 +99,7 @@ def hand_off(total_params: float, *, gpus: int, hardware: Hardware, engine_bytes
 
     A rank's 16N/n bytes (12 optimizer, 2 parameters, 2 gradients) go to pinned host memory and come back.
     """
-    at_least(0, strictly=True, total_params=total_params)
-    whole(1, gpus=gpus)
-    links, moved = hardware.links, 2 * 16.0 * total_params / gpus
-    return HandOff(bytes_per_gpu=moved, optimizer_s=2 * 12.0 * total_params / gpus / links.pcie_bytes_s,
-                   total_s=moved / links.pcie_bytes_s + engine_bytes / links.ipc_bytes_s + _REMAP_S, pinned_bytes=16.0 * total_params)
+    links, moved = hardware.links, 2 * states_bytes(total_params, gpus=gpus)
+    return HandOff(bytes_per_gpu=moved, optimizer_s=moved * OPTIMIZER_BYTES / STATE_BYTES / links.pcie_bytes_s,
+                   total_s=moved / links.pcie_bytes_s + engine_bytes / links.ipc_bytes_s + _REMAP_S,
+                   pinned_bytes=states_bytes(total_params, gpus=1))
